@@ -21,10 +21,8 @@ class _Total:
     def add(self, elapsed: float) -> None:
         self.count += 1
         self.seconds += elapsed
-        if elapsed < self.shortest:
-            self.shortest = elapsed
-        if elapsed > self.longest:
-            self.longest = elapsed
+        self.shortest = min(self.shortest, elapsed)
+        self.longest = max(self.longest, elapsed)
 
 
 class _Span(AbstractContextManager[None]):
