@@ -1,0 +1,1 @@
+"""Side-by-side measurements against peers, one script per claim (`make bench`)."""

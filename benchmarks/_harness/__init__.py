@@ -1,0 +1,1 @@
+"""What every benchmark shares: counting bytes, taking turns, judging a ratio, keeping the result."""
