@@ -35,6 +35,9 @@ func Check(s *Spec, p Program) error {
 	if err := r.stuck(); err != nil {
 		return err
 	}
+	if err := r.unreceived(); err != nil {
+		return err
+	}
 	return r.leftovers()
 }
 
@@ -271,7 +274,7 @@ func (r *replay) leftovers() error {
 			}
 		}
 	}
-	return r.unreceived()
+	return nil
 }
 
 // unreceived finds the first send, by rank and place, that nobody receives.
