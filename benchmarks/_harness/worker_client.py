@@ -24,8 +24,8 @@ class WorkerError(RuntimeError):
 class Worker:
     """One competitor in a process of its own.
 
-    `factory` is `module:callable`, called with `spec` in the new process. `path` goes before the checkout on its import
-    path (0.1.1's folder). `count` preloads the byte counter. The object is built while the constructor blocks.
+    `factory` is `module:callable`, called with `spec` in the new process. `path` goes first on its import path
+    (0.1.1's folder). `count` preloads the byte counter. The object is built while the constructor blocks.
     """
 
     def __init__(
@@ -41,13 +41,14 @@ class Worker:
         self._timeout = timeout
         self._rest = b""
         merged = {**os.environ, **(env or {})}
-        merged["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(CHECKOUT)])
+        merged["PYTHONPATH"] = os.pathsep.join([*map(str, path), *filter(None, [merged.get("PYTHONPATH")])])
         if count:
             merged = alloc_count.environment(merged)
         # -c puts the working directory first on the import path: it must not be one that holds an eae_runtime.
         scratch = CHECKOUT / ".cache" / "worker"
         scratch.mkdir(parents=True, exist_ok=True)
-        code = "from benchmarks._harness.worker import main; main()"
+        # The checkout goes last: an installed eae_runtime, or 0.1.1's folder, comes before the one lying there.
+        code = f"import sys; sys.path.append({str(CHECKOUT)!r}); from benchmarks._harness.worker import main; main()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, factory, json.dumps(dict(spec))],
             stdin=subprocess.PIPE,
