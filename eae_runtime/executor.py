@@ -1,0 +1,497 @@
+"""The chain driver: walks a schedule action by action. The runtime owns the order; the order comes from the Go core.
+
+A :class:`Sweep` is one batch on its way through the chain: its boundaries, records, graphs and adjoints, a set a microbatch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from . import _tree
+from ._ambient import Generators
+from ._leaves import graph_leaves, reaches
+from ._sharing import Collector, SharedLeaves
+from .adjoint import AdjointState
+from .blockcall import BlockCall, Environment, Rebuilt, Record, RestartStep
+from .boundary_store import BoundaryStore, key_of
+from .errors import LossError, PassError, RebuildMismatchError
+from .events import EventBus, EventType
+from .pipeline import AdjointPipeline
+from .profiler import Profiler
+from .trace import Trace
+
+__all__ = ["Chain", "Loss", "Program", "Sweep", "parse_action", "split_rows"]
+
+Action = tuple[str, int, int]
+
+# The number that stands for "every microbatch" (`4B*`).
+ALL = -1
+
+
+def parse_action(text: str) -> Action:
+    """`3R1` -> ("R", 3, 1); `4B*` -> ("B", 4, -1)."""
+    start = 0
+    while text[start].isdigit():
+        start += 1
+    end = start
+    while text[end].isalpha():
+        end += 1
+    rest = text[end:]
+    return text[start:end], int(text[:start]), ALL if rest == "*" else int(rest)
+
+
+class Program:
+    """A schedule ready to be walked: the forward and the reverse list."""
+
+    __slots__ = ("forward", "reverse", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        forward, _, reverse = text.partition("\n")
+        self.forward = [parse_action(token) for token in forward.split()]
+        self.reverse = [parse_action(token) for token in reverse.split()]
+
+
+@dataclass
+class Loss:
+    """A loss and how it is split: `fn(output)`, or `fn(output_rows, target_rows)` with the targets of each microbatch and its weight."""
+
+    fn: Callable[..., Any]
+    targets: list[Any] | None = None
+    weights: list[float] | None = None
+
+
+@dataclass
+class Chain:
+    """What a sweep runs on: the blocks and the parts of the runtime that it reports to."""
+
+    calls: list[BlockCall]
+    store: BoundaryStore
+    pipeline: AdjointPipeline
+    events: EventBus
+    profiler: Profiler
+    trace: Trace | None
+    generators: Generators
+    device_types: tuple[str, ...]
+    # Blocks that turned out to have leaves which are not among their parameters.
+    hidden: set[int]
+    step_payload: dict[str, Any]
+
+
+def split_rows(value: Any, parts: int) -> list[Any]:
+    """Cuts every tensor of a tree along its first dimension into `parts` of ceil(rows / parts) rows, the last one smaller. The parts are
+    views."""
+    tensors, shape = _tree.flatten(value)
+    rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
+    chunk = -(-rows // parts) if parts else rows
+    return [
+        _tree.unflatten([t[k * chunk : (k + 1) * chunk] for t in tensors], shape)
+        for k in range(parts)
+        if k == 0 or k * chunk < rows
+    ]
+
+
+class Sweep:
+    """One batch through the chain. `inputs` are the microbatches' inputs.
+
+    After a failure, `undo()` puts buffers and generators back and drops every boundary.
+    """
+
+    def __init__(self, chain: Chain, inputs: Sequence[Any], *, need_input_grad: bool, keep_output: bool) -> None:
+        self.chain = chain
+        self.records: dict[tuple[int, int], Record] = {}
+        self.out_values: dict[int, Any] = {}
+        self.loss: torch.Tensor | None = None
+        self.collector = Collector(None)
+        self.where: Action | None = None
+        self.parts = len(inputs)
+        # Called with the leaves of a graph before its first VJP accumulates into them.
+        self.before_vjp: Callable[[Sequence[torch.Tensor]], None] | None = None
+        self._keep_output = keep_output
+        self._undo: list[Record] = []
+        self._env = Environment(chain.generators, chain.device_types)
+        self._random = chain.generators.read()
+        self._now: dict[int, tuple[list[torch.Tensor], _tree.Shape, tuple[bool, ...]]] = {}
+        self._originals: dict[int, list[torch.Tensor]] = {}
+        self._guards: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        self._graphs: dict[tuple[int, int], Rebuilt] = {}
+        self._adjoints: dict[int, list[torch.Tensor | None]] = {}
+        self._metadata: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        self._roots: dict[int, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._loss_fn: Loss | None = None
+        self._losses: list[tuple[torch.Tensor, float]] = []
+        self._shared: dict[int, SharedLeaves] = {}
+        self._started: float = 0.0
+        # Where the generators stood before the rebuilds since the last forward or loss.
+        self._resume: Any = None
+        self._ops: dict[str, Callable[[int, int], None]] = {
+            "F": self._keep_graph,
+            "C": self._forward,
+            "N": self._forward_only,
+            "B": self._boundary_operator,
+            "R": self._rebuild,
+            "V": self._vjp,
+            "P": self._passes,
+            "S": self._store,
+            "L": self._load,
+            "D": self._drop,
+        }
+        for m, value in enumerate(inputs):
+            tensors, shape = _tree.flatten(value)
+            needs = tuple([(t.requires_grad or need_input_grad) and (t.is_floating_point() or t.is_complex()) for t in tensors])
+            if any(t.requires_grad for t in tensors):
+                self._originals[m] = tensors
+            self._now[m] = (tensors, shape, needs)
+
+    # -- walking ---------------------------------------------------------------------------------------------------
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Executes the actions in order. An exception leaves `where` at the action that failed."""
+        ops = self._ops
+        if self.chain.trace is not None or torch.autograd._profiler_enabled():
+            self._run_observed(actions)
+            return
+        for action in actions:
+            self.where = action
+            kind, block, microbatch = action
+            ops[kind](block, microbatch)
+        self.where = None
+
+    def _run_observed(self, actions: Sequence[Action]) -> None:
+        trace = self.chain.trace
+        for action in actions:
+            self.where = action
+            kind, block, microbatch = action
+            name = f"{block}{kind}{'*' if microbatch == ALL else microbatch}"
+            start = time.perf_counter()
+            with record_function(name):
+                self._ops[kind](block, microbatch)
+            if trace is not None:
+                trace.add("executor", name, start, time.perf_counter(), self.chain.store)
+        self.where = None
+
+    def finish(self) -> None:
+        """Sets the generators to where plain's would be: a rebuild leaves them in the middle of the forward."""
+        if self._resume is not None:
+            self.chain.generators.write(self._resume)
+            self._resume = None
+
+    def undo(self) -> None:
+        """Puts buffers and generators back to what they were before the sweep and drops what it holds."""
+        for record in reversed(self._undo):
+            record.restore_buffers()
+        self.chain.generators.write(self._random)
+        self.release()
+
+    def release(self) -> None:
+        """Drops graphs, adjoints, guards and boundaries."""
+        self._graphs.clear()
+        self._adjoints.clear()
+        self._guards.clear()
+        self._roots.clear()
+        self._now.clear()
+        self.chain.store.clear()
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def _advance(self, b: int, m: int, keep_graph: bool) -> tuple[list[torch.Tensor], Record, Rebuilt | None]:
+        self.finish()
+        tensors, shape, needs = self._now[m]
+        call = self.chain.calls[b]
+        outputs, out_needs, record, rebuilt = call.forward(tensors, shape, needs, self._env, keep_graph, self._undo)
+        self._now[m] = (outputs, record.out_shape, out_needs)
+        return tensors, record, rebuilt
+
+    def _keep_graph(self, b: int, m: int) -> None:
+        _, record, rebuilt = self._advance(b, m, True)
+        assert rebuilt is not None
+        self.records[b, m] = record
+        self._graphs[b, m] = rebuilt
+
+    def _forward(self, b: int, m: int) -> None:
+        tensors, record, _ = self._advance(b, m, False)
+        self.records[b, m] = record
+        if b or m not in self._originals:
+            self._put(b, m, tensors)
+        if self._keep_output and b == len(self.chain.calls) - 1:
+            self._put(b + 1, m, self._now[m][0])
+
+    def _forward_only(self, b: int, m: int) -> None:
+        self._advance(b, m, False)
+        if any(self._now[m][2]):
+            self.chain.hidden.add(b)
+            raise RestartStep(self.chain.calls[b].where() + " has a trainable leaf that is not a parameter")
+        if self._keep_output and b == len(self.chain.calls) - 1:
+            self._put(b + 1, m, self._now[m][0])
+
+    # -- boundaries ------------------------------------------------------------------------------------------------
+
+    def _put(self, b: int, m: int, tensors: list[torch.Tensor]) -> None:
+        key = key_of(b, m)
+        guards = self.chain.store.adopt(key, tensors)
+        if guards is not None:
+            self._guards[key] = guards
+
+    def _store(self, b: int, m: int) -> None:
+        if b or m not in self._originals:
+            key = key_of(b, m)
+            self.chain.store.move(key)
+            self._guards.pop(key, None)
+
+    def _load(self, b: int, m: int) -> None:
+        if b or m not in self._originals:
+            self.chain.store.load(key_of(b, m))
+
+    def _drop(self, b: int, m: int) -> None:
+        key = key_of(b, m)
+        self._guards.pop(key, None)
+        events = self.chain.events
+        if events.active and events.wants(EventType.MEMORY_RELEASED):
+            record = self.records.get((b - 1, m))
+            shapes = [tuple(s) for s, _ in record.out_meta] if record else [tuple(t.shape) for t in self._originals.get(m, [])]
+            for shape in shapes:
+                events.emit(EventType.MEMORY_RELEASED, shape=shape)
+        if b or m not in self._originals:
+            self.chain.store.drop(key)
+
+    def _fetch(self, b: int, m: int) -> list[torch.Tensor]:
+        if not b and m in self._originals:
+            return self._originals[m]
+        key = key_of(b, m)
+        for tensor, version in self._guards.get(key, ()):
+            if tensor._version != version:
+                raise RebuildMismatchError(
+                    f"{self.chain.calls[b].where(f'{b}R{m}')}: its input, boundary {b}, was modified in place after the forward. "
+                    "Do not write to the model's input or to a block's output between forward and backward"
+                )
+        return self.chain.store.fetch(key)
+
+    # -- loss ------------------------------------------------------------------------------------------------------
+
+    def set_loss(self, loss: Loss, collector: Collector) -> None:
+        """The loss for the `B` actions, and where the leaves' gradients go."""
+        self._loss_fn = loss
+        self.collector = collector
+
+    def output(self, m: int) -> Any:
+        """The chain's output for a microbatch, detached."""
+        tensors, shape, _ = self._now[m]
+        return _tree.unflatten(tensors, shape)
+
+    def whole_output(self) -> Any:
+        """The chain's output for the whole batch: the microbatches' outputs joined along their first dimension."""
+        parts = [self._now[m] for m in sorted(self._now)]
+        if len(parts) == 1:
+            return self.output(next(iter(self._now)))
+        joined = [torch.cat(tensors) for tensors in zip(*(p[0] for p in parts), strict=True)]
+        return _tree.unflatten(joined, parts[0][1])
+
+    def _boundary_operator(self, b: int, m: int) -> None:
+        """The loss at x_L and the adjoint a_L (paper, eq. 7-13; here the head is a block and B is the loss alone)."""
+        loss_fn = self._loss_fn
+        assert loss_fn is not None
+        self.finish()
+        graph = self._graphs.get((b - 1, m)) if m != ALL else None
+        weight = 1.0 if m == ALL or loss_fn.weights is None else loss_fn.weights[m]
+        if graph is not None and not len(self.chain.pipeline) and not self._wants_adjoint():
+            # The last block has its graph and nobody looks at a_L: one VJP goes through loss and block.
+            value = _tree.unflatten(graph.outputs, self.records[b - 1, m].out_shape)
+            loss = self._call_loss(value, m)
+            leaves = graph_leaves([loss])
+            if not reaches(loss, graph.outputs):
+                raise self._no_gradient()
+            inputs = {id(t) for t in graph.inputs}
+            self._roots[m] = ([loss], [torch.full_like(loss, weight)], [t for t in leaves if id(t) not in inputs])
+        else:
+            loss = self._loss_on_leaves(b, m, weight)
+        self._losses.append((loss.detach(), weight))
+
+    def _wants_adjoint(self) -> bool:
+        events = self.chain.events
+        return events.active and events.wants(EventType.ADJOINT_CREATED)
+
+    def _loss_on_leaves(self, b: int, m: int, weight: float) -> torch.Tensor:
+        if m == ALL:
+            parts = [self._now[k] for k in sorted(self._now)]
+            values = parts[0][0] if len(parts) == 1 else [torch.cat(ts) for ts in zip(*(p[0] for p in parts), strict=True)]
+            _, shape, needs = parts[0]
+        else:
+            values, shape, needs = self._now[m]
+        values = self.out_values.get(m, values)
+        inputs = [t.detach().requires_grad_() if need else t.detach() for t, need in zip(values, needs, strict=True)]
+        random = self.chain.generators.read()
+        try:
+            loss = self._call_loss(_tree.unflatten(inputs, shape), m)
+        except RuntimeError as error:
+            if "in-place operation" not in str(error):
+                raise
+            # The loss writes to its input, which a leaf does not allow and a copy does.
+            self.chain.generators.write(random)
+            loss = self._call_loss(_tree.unflatten([t.clone() for t in inputs], shape), m)
+        wanted = [t if need else None for t, need in zip(inputs, needs, strict=True)]
+        if not reaches(loss, [t for t in wanted if t is not None]):
+            raise self._no_gradient()
+        known = {id(t) for t in inputs}
+        leaves = [t for t in graph_leaves([loss]) if id(t) not in known]
+        sharing = self._sharing(0 if m == ALL else m, leaves)
+        adjoints = self.collector.vjp([loss], [torch.full_like(loss, weight)], wanted, leaves, sharing.of(b))
+        if m == ALL and len(self._now) > 1:
+            start = 0
+            for k in sorted(self._now):
+                rows = self._now[k][0][0].shape[0]
+                self._adjoints[k] = [None if a is None else a[start : start + rows] for a in adjoints]
+                start += rows
+        else:
+            self._adjoints[0 if m == ALL else m] = adjoints
+        if self._wants_adjoint():
+            self.chain.events.emit(EventType.ADJOINT_CREATED, layer_id=b, block="output")
+        return loss
+
+    def _call_loss(self, value: Any, m: int) -> torch.Tensor:
+        loss_fn = self._loss_fn
+        assert loss_fn is not None
+        with torch.enable_grad():
+            loss = loss_fn.fn(value) if loss_fn.targets is None else loss_fn.fn(value, loss_fn.targets[m])
+        if not isinstance(loss, torch.Tensor):
+            raise LossError(f"the loss is {type(loss).__name__}, not a tensor; loss_fn has to return a scalar tensor")
+        if loss.numel() != 1:
+            raise LossError(f"the loss has shape {list(loss.shape)}; loss_fn has to return a scalar (take its mean or sum)")
+        if not loss.requires_grad:
+            needs = self._now[0 if m == ALL else m][2]
+            if not any(needs):
+                loss.backward()  # raises plain PyTorch's own error
+            raise self._no_gradient()
+        return loss
+
+    @staticmethod
+    def _no_gradient() -> LossError:
+        return LossError("loss_fn gives no gradient to the model's output; it has to depend on its input tensor")
+
+    def loss_alone(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of the whole output and its adjoint a_L, without the passes; for a reverse pass that is not walked here."""
+        loss = self._loss_on_leaves(b, 0, 1.0)
+        adjoint = self._adjoints.pop(0)[0]
+        assert adjoint is not None
+        return loss.detach(), adjoint
+
+    def total_loss(self) -> torch.Tensor:
+        """The loss of the batch: the microbatches' losses, weighted, added in their order."""
+        total = None
+        for loss, weight in self._losses:
+            part = loss if weight == 1.0 else loss * weight
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    # -- reverse ---------------------------------------------------------------------------------------------------
+
+    def _sharing(self, m: int, loss_leaves: Sequence[torch.Tensor]) -> SharedLeaves:
+        """Which leaves are shared in this microbatch. Made at the first VJP, when all blocks have run."""
+        shared = self._shared.get(m)
+        if shared is None:
+            length = len(self.chain.calls)
+            readers: list[tuple[int, Sequence[torch.Tensor]]] = [
+                (b, self.records[b, m].facts.leaves) for b in range(length) if (b, m) in self.records
+            ]
+            joined = m in self._roots
+            if joined:
+                known = {id(t) for t in self.records[length - 1, m].facts.leaves}
+                readers.append((length - 1, [t for t in loss_leaves if id(t) not in known]))
+            else:
+                readers.append((length, loss_leaves))
+            if self.before_vjp is not None:
+                for _, leaves in readers:
+                    self.before_vjp(leaves)
+            shared = self._shared[m] = SharedLeaves(readers)
+        return shared
+
+    def _rebuild(self, b: int, m: int) -> None:
+        if self.chain.profiler.enabled:
+            self._started = time.perf_counter()
+        record = self.records[b, m]
+        if not any(record.facts.out_needs):
+            return
+        call = self.chain.calls[b]
+        if self._resume is None:
+            self._resume = self.chain.generators.read()
+        rebuilt = call.rebuild(record, self._fetch(b, m), self.chain.generators, f"{b}R{m}")
+        new = call.learn_leaves(record, rebuilt)
+        if new:
+            elsewhere = {
+                id(t) for (i, k), r in self.records.items() if k == m and i != b for t in r.facts.leaves
+            }
+            if any(id(t) in elsewhere for t in new):
+                raise RestartStep(call.where() + " reads a leaf of another block that it did not read before")
+        self._graphs[b, m] = rebuilt
+
+    def _vjp(self, b: int, m: int) -> None:
+        record = self.records[b, m]
+        rebuilt = self._graphs.pop((b, m), None)
+        if rebuilt is None:
+            self._adjoints[m] = [None] * len(record.needs)
+            return
+        call = self.chain.calls[b]
+        joined = self._roots.get(m)
+        if joined is not None:
+            sharing = self._sharing(m, joined[2])
+            del self._roots[m]
+            roots, grads, leaves = joined
+        else:
+            sharing = self._sharing(m, ())
+            adjoints = self._adjoints.pop(m)
+            roots, grads = [], []
+            for output, adjoint in zip(rebuilt.outputs, adjoints, strict=True):
+                if adjoint is not None and output.requires_grad:
+                    if adjoint.shape != output.shape:
+                        raise PassError(
+                            f"{call.where(f'{b}V{m}')}: the adjoint has shape {list(adjoint.shape)}, the block's output "
+                            f"{list(output.shape)}; a pass must not change the shape"
+                        )
+                    roots.append(output)
+                    grads.append(adjoint)
+            leaves = record.facts.leaves
+            adjoints = None
+        inputs = rebuilt.inputs
+        rebuilt = None
+        self._adjoints[m] = self.collector.vjp(roots, grads, inputs, leaves, sharing.of(b))
+        if self.chain.profiler.enabled and self._started:
+            self.chain.profiler.record("reconstruct:" + call.name, time.perf_counter() - self._started)
+            self._started = 0.0
+        if self.chain.events.active:
+            self._report(b, m)
+
+    def _report(self, b: int, m: int) -> None:
+        events, call = self.chain.events, self.chain.calls[b]
+        if events.wants(EventType.BLOCK_RECONSTRUCTED):
+            parts = [a for a in self._adjoints[m] if a is not None]
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(a.float()) for a in parts])).item() if parts else 0.0
+            events.emit(EventType.BLOCK_RECONSTRUCTED, block=call.name, layer_id=b + 1, grad_norm=norm)
+        if events.wants(EventType.SCHEDULER_STEP):
+            payload = dict(self.chain.step_payload)
+            if len(self._now) > 1:
+                payload["microbatch"] = m
+            events.emit(EventType.SCHEDULER_STEP, block_index=b, block_name=call.name, **payload)
+
+    def _passes(self, b: int, m: int) -> None:
+        adjoints = self._adjoints.get(m)
+        if adjoints is None:
+            return
+        length = len(self.chain.calls)
+        name = "output" if b == length else self.chain.calls[b].name
+        context = {"block_index": b, "block_name": name, "microbatch": m}
+        metadata, history = self._metadata.get(m, ({}, []))
+        for number, adjoint in enumerate(adjoints):
+            if adjoint is None:
+                continue
+            state = AdjointState(tensor=adjoint.detach(), layer_id=b, block=name, metadata=dict(metadata))
+            if b < length:
+                state.record(f"reconstruct:{name}")
+            state = self.chain.pipeline.run(state, context)
+            adjoints[number] = state.tensor
+            self._metadata[m] = (state.metadata, history)

@@ -1,0 +1,591 @@
+"""EAERuntime: an ordinary model and optimizer, trained by a schedule of per-block actions."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _tree
+from ._ambient import Generators
+from ._sharing import Collector
+from ._transaction import Gradients, annotate, deferred_interrupt
+from .adjoint import AdjointState
+from .backend import BackendManager
+from .blockcall import BlockCall, Record, RestartStep
+from .blocks import BlockDecomposer
+from .boundary_store import BoundaryStore
+from .config import RuntimeConfig
+from .errors import ClosedError, ConfigError, EAEError, LossError, PlanError, RebuildMismatchError, TensorTypeError, UpdateError
+from .events import EventBus, EventType
+from .executor import ALL, Chain, Loss, Program, Sweep, split_rows
+from .forward_executor import ForwardExecutor
+from .logging_utils import attach_structured_logging
+from .memory import MemoryManager
+from .pipeline import AdjointPipeline
+from .profiler import Profiler
+from .reconstruction import ReconstructionEngine
+from .schedulers import AsyncScheduler, BaseScheduler, PipelineScheduler, ReverseContext, build_scheduler
+from .schedulers.generated import GeneratedScheduler
+from .trace import Trace
+
+__all__ = ["EAERuntime"]
+
+LossFn = Callable[..., Any]
+
+# The runtime that is inside a step, for each block (by id): two at once on one block would mix their gradients.
+_in_step: dict[int, weakref.ref[EAERuntime]] = {}
+
+
+class EAERuntime:
+    """Trains a chain of blocks with the memory of its boundaries and one block's interior.
+
+    model: an `nn.Sequential`, an `nn.ModuleList`, a list of modules, or one module (a chain of one block).
+    optimizer: stepped by :meth:`train_step`; None leaves the gradients in `.grad`.
+    config: see :class:`RuntimeConfig`.
+
+    A step is all or nothing: after an exception `.grad`, buffers, random generators and the state of passes are those from
+    before it. `close()` (or leaving a `with` block) gives back everything that the runtime holds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None = None,
+        config: RuntimeConfig | None = None,
+    ) -> None:
+        self.config = config = config if config is not None else RuntimeConfig()
+        if not isinstance(config, RuntimeConfig):
+            raise ConfigError(f"config is {type(config).__name__}; it has to be a RuntimeConfig")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer is {type(optimizer).__name__}; it has to be a torch.optim.Optimizer or None")
+        config.validate()
+        self.optimizer = optimizer
+        self.blocks: list[nn.Module] = BlockDecomposer.decompose(model)
+        self.block_names: list[str] = [
+            getattr(b, "eae_name", None) or f"{type(b).__name__}_{i}" for i, b in enumerate(self.blocks)
+        ]
+        self.event_bus = EventBus()
+        attach_structured_logging(self.event_bus, level=config.log_level)
+        self.profiler = Profiler(enabled=config.enable_profiler)
+        backend = config.backend
+        self.backend_manager = backend if isinstance(backend, BackendManager) else BackendManager(backend)
+        self.scheduler: BaseScheduler = build_scheduler(config.scheduler, **self._scheduler_options())
+        self.memory_manager = MemoryManager(policy=config.memory, event_bus=self.event_bus)
+        self.boundary_store = BoundaryStore(
+            offload=config.boundary_offload,
+            precision=config.boundary_precision,
+            pin_memory=config.pin_memory,
+            tier=config.tier,
+            directory=config.disk_dir,
+            max_bytes=config.disk_max_bytes,
+            is_async=isinstance(self.scheduler, AsyncScheduler),
+            timeout=config.timeout,
+        )
+        self.forward_executor = ForwardExecutor(event_bus=self.event_bus, compute_dtype=config.compute_dtype)
+        self.reconstruction_engine = ReconstructionEngine(event_bus=self.event_bus, compute_dtype=config.compute_dtype)
+        self.pipeline = AdjointPipeline(passes=list(config.passes), event_bus=self.event_bus, profiler=self.profiler)
+        self.last_loss: float | None = None
+        self._trace = Trace() if config.trace else None
+        self._programs: dict[Any, Program] = {}
+        self._last_grads: list[torch.Tensor] = []
+        self._stats: dict[str, float] = {}
+        self._sweep: Sweep | None = None
+        self._sweep_versions: list[tuple[torch.Tensor, int]] = []
+        self._closed = False
+        calls = [
+            BlockCall(block, name, i, config.compute_dtype)
+            for i, (block, name) in enumerate(zip(self.blocks, self.block_names, strict=True))
+        ]
+        self._chain = Chain(
+            calls=calls,
+            store=self.boundary_store,
+            pipeline=self.pipeline,
+            events=self.event_bus,
+            profiler=self.profiler,
+            trace=self._trace,
+            generators=Generators(p.device for b in self.blocks for p in b.parameters()),
+            device_types=tuple(dict.fromkeys(["cpu", *(p.device.type for b in self.blocks for p in b.parameters())])),
+            hidden=set(),
+            step_payload=getattr(self.scheduler, "step_payload", {}),
+        )
+
+    def _scheduler_options(self) -> dict[str, Any]:
+        return {"num_microbatches": self.config.num_microbatches, "block_ranks": self.config.block_ranks}
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Gives back boundaries, buffers, files and goroutines. Closing twice is fine; any other use afterwards raises ClosedError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._drop_sweep()
+        self._last_grads = []
+        self.boundary_store.close()
+        self.pipeline.close()
+        self.memory_manager.close()
+        if self._trace is not None:
+            self._trace.close()
+
+    def __enter__(self) -> EAERuntime:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One call at a time on every block."""
+        if self._closed:
+            raise ClosedError("this EAERuntime is closed; make a new one")
+        mine = weakref.ref(self)
+        for block, name in zip(self.blocks, self.block_names, strict=True):
+            other = _in_step.get(id(block))
+            if other is not None and other() is not None:
+                who = "this runtime is" if other() is self else "another EAERuntime is"
+                raise EAEError(
+                    f"block {name!r} is inside a step: {who} running it. Do not call a runtime from a block, a pass, an event "
+                    "subscriber or another thread, and run two runtimes on one model one after the other"
+                )
+        ids = {id(b) for b in self.blocks}
+        for key in ids:
+            _in_step[key] = mine
+        try:
+            yield
+        finally:
+            for key in ids:
+                del _in_step[key]
+
+    # -- schedules -------------------------------------------------------------------------------------------------
+
+    def schedule(self, microbatches: int = 1, *, split: bool = False, targets: bool = False) -> str:
+        """The list of actions as text: the forward list, a line break, the reverse list. `split` is that of forward() and backward(),
+        otherwise that of train_step()."""
+        return self._program(microbatches, split=split, targets=targets, input_grad=False).text
+
+    def _program(self, microbatches: int, *, split: bool, targets: bool, input_grad: bool) -> Program:
+        needs = input_grad
+        vjp = []
+        for call in self._chain.calls:
+            needs = needs or call.index in self._chain.hidden or call.trainable()
+            vjp.append(needs)
+        with_passes = len(self.pipeline) > 0
+        key = (tuple(vjp), microbatches, split, targets, with_passes, input_grad)
+        program = self._programs.get(key)
+        if program is None:
+            spec = {
+                "blocks": [{"name": n, "needs_vjp": v} for n, v in zip(self.block_names, vjp, strict=True)],
+                "microbatches": microbatches,
+                "targets": targets,
+                "keep_last": not split,
+                "keep_output": split,
+                "passes": with_passes,
+                "input_grad": input_grad,
+                "tier": self.boundary_store.schedule_tier,
+                "prefetch": self.config.prefetch,
+            }
+            scheduler = self.scheduler
+            generator = scheduler if isinstance(scheduler, GeneratedScheduler) else build_scheduler("sequential")
+            assert isinstance(generator, GeneratedScheduler)
+            program = self._programs[key] = Program(generator.schedule(spec))
+        return program
+
+    def _custom(self) -> bool:
+        """Whether the scheduler is a user's own `run`."""
+        return type(self.scheduler).run is not GeneratedScheduler.run
+
+    # -- inputs ----------------------------------------------------------------------------------------------------
+
+    def _check_input(self, x: Any) -> list[torch.Tensor]:
+        tensors, _ = _tree.flatten(x)
+        if not tensors:
+            raise TensorTypeError(f"the input is {type(x).__name__} and holds no tensor")
+        for t in tensors:
+            if t.layout is not torch.strided or t.is_meta:
+                kind = "a meta tensor" if t.is_meta else f"a tensor of layout {t.layout}"
+                raise TensorTypeError(f"the input holds {kind}; give dense tensors on a real device (.to_dense() for a sparse one)")
+            if t.dim() and t.shape[0] == 0:
+                raise ConfigError("the batch is empty: an input tensor has no rows; skip empty batches")
+        return tensors
+
+    def _parts(self, tensors: list[torch.Tensor]) -> int:
+        """How many microbatches a batch is cut into: as many as asked for, but none empty."""
+        scheduler = self.scheduler
+        wanted = scheduler.num_microbatches if isinstance(scheduler, PipelineScheduler) else 1
+        if wanted <= 1:
+            return 1
+        rows = {t.shape[0] if t.dim() else None for t in tensors}
+        if len(rows) != 1 or None in rows:
+            raise PlanError(
+                f"{wanted} microbatches were asked for, but the input's tensors have first dimensions {sorted(map(str, rows))}; give tensors that "
+                "share the batch dimension"
+            )
+        count = int(next(iter(rows)) or 1)
+        chunk = -(-count // min(wanted, count))
+        return -(-count // chunk)
+
+    def _need_input_grad(self, tensors: list[torch.Tensor]) -> bool:
+        """Passes see the adjoint of the input too, as in 0.1.1."""
+        return len(self.pipeline) > 0 and any(t.is_floating_point() for t in tensors)
+
+    def _new_sweep(self, x: Any, parts: int, tensors: list[torch.Tensor], *, keep_output: bool) -> Sweep:
+        self._drop_sweep()
+        self._chain.generators.add(t.device for t in tensors)
+        inputs = [x] if parts == 1 else split_rows(x, parts)
+        return Sweep(self._chain, inputs, need_input_grad=self._need_input_grad(tensors), keep_output=keep_output)
+
+    def _drop_sweep(self) -> None:
+        if self._sweep is not None:
+            self._sweep.release()
+            self._sweep = None
+            self._sweep_versions = []
+
+    # -- forward and backward, split -------------------------------------------------------------------------------
+
+    def forward(self, x: Any) -> Any:
+        """Runs the chain without keeping a graph and stores the boundaries 0..L. Returns the output, detached.
+
+        After a failure nothing is stored and buffers and generators are as before.
+        """
+        with self._exclusive():
+            return self._forward(x)
+
+    def _forward(self, x: Any) -> Any:
+        tensors = self._check_input(x)
+        parts = self._parts(tensors)
+        events = self.event_bus
+        self._last_grads = []
+        for _ in self._attempts():
+            if events.wants(EventType.FORWARD_STARTED):
+                events.emit(EventType.FORWARD_STARTED, num_blocks=len(self.blocks))
+            sweep = self._new_sweep(x, parts, tensors, keep_output=True)
+            input_grad = any(t.requires_grad for t in tensors)
+            try:
+                program = self._program(parts, split=True, targets=False, input_grad=input_grad)
+                with self.profiler.track("forward"), torch.enable_grad():
+                    sweep.run(program.forward)
+            except RestartStep:
+                sweep.undo()
+                continue
+            except BaseException as error:
+                self._explain(error, sweep)
+                sweep.undo()
+                raise
+            self._sweep = sweep
+            self._sweep_versions = [(p, p._version) for p in self._parameters()]
+            self._program_in_flight = program
+            if events.wants(EventType.FORWARD_FINISHED):
+                events.emit(EventType.FORWARD_FINISHED, num_boundaries=len(self.boundary_store))
+            return sweep.whole_output()
+        raise AssertionError("unreachable")
+
+    def backward(self, output: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
+        """The loss of `output` and the gradients of every leaf, for the last :meth:`forward`. `.grad` stays as it is.
+
+        Returns (loss, {leaf: gradient}), after `grad_clip_norm`. Raises LossError (a RuntimeError) when the loss is no scalar or does not depend on
+        the output, RebuildMismatchError when parameters have changed since the forward.
+        """
+        with self._exclusive():
+            return self._backward(output, loss_fn)
+
+    def _backward(self, output: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
+        sweep = self._sweep
+        if sweep is None:
+            raise EAEError("backward() needs a forward() before it; each forward() serves one backward()")
+        for parameter, version in self._sweep_versions:
+            if parameter._version != version:
+                raise RebuildMismatchError(
+                    f"parameter {self._name_of(parameter)} was changed between forward() and backward(); run forward() again"
+                )
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        states = self.pipeline.snapshot()
+        try:
+            with self.profiler.track("reverse_pass"), torch.enable_grad():
+                sweep.out_values[ALL if sweep.parts > 1 else 0] = _tree.flatten(output)[0]
+                sweep.set_loss(Loss(loss_fn), Collector(gradients))
+                if self._custom():
+                    loss = self._custom_reverse(sweep, gradients)
+                else:
+                    sweep.run(self._program_in_flight.reverse)
+                    sweep.finish()
+                    loss = sweep.total_loss()
+        except RestartStep as restart:
+            self._drop_sweep()
+            raise RebuildMismatchError(f"{restart}; it is remembered now: run forward() and backward() again") from None
+        except BaseException as error:
+            self._explain(error, sweep)
+            sweep.finish()
+            self.pipeline.restore(states)
+            if not isinstance(error, LossError):
+                self._drop_sweep()
+            raise
+        self._sweep = None
+        self._sweep_versions = []
+        sweep.release()
+        if self.config.grad_clip_norm is not None:
+            gradients = self._clipped(gradients)
+        return loss, gradients
+
+    def _custom_reverse(self, sweep: Sweep, gradients: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """The reverse pass of a scheduler written in Python."""
+        length = len(self.blocks)
+        loss, adjoint = sweep.loss_alone(length)
+        state = AdjointState(tensor=adjoint, layer_id=length, block="output")
+        state = self.pipeline.run(state, {"block_index": length, "block_name": "output"})
+        runs: dict[int, tuple[BlockCall, Record]] = {}
+        for (b, m), record in sweep.records.items():
+            if m == 0 and self.blocks.count(self.blocks[b]) == 1:
+                runs[id(self.blocks[b])] = (self._chain.calls[b], record)
+        self.reconstruction_engine.remember(runs)
+        context = ReverseContext(
+            blocks=self.blocks,
+            block_names=self.block_names,
+            boundary_store=self.boundary_store,
+            reconstruction_engine=self.reconstruction_engine,
+            pipeline=self.pipeline,
+            memory_manager=self.memory_manager,
+            event_bus=self.event_bus,
+            profiler=self.profiler,
+            initial_adjoint=state,
+        )
+        try:
+            found = self.scheduler.run(context)
+        finally:
+            self.reconstruction_engine.remember({})
+        if not isinstance(found, dict):
+            raise EAEError(f"{type(self.scheduler).__name__}.run returned {type(found).__name__}; it has to return {{parameter: gradient}}")
+        for leaf, grad in found.items():
+            gradients[leaf] = grad if leaf not in gradients else gradients[leaf] + grad
+        return loss
+
+    def apply_gradients(self, param_grads: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Adds gradients into `.grad` and then fires each leaf's post-accumulate hooks once."""
+        self._check_open()
+        for leaf, grad in param_grads.items():
+            if grad.shape != leaf.shape:
+                raise TensorTypeError(f"the gradient of {self._name_of(leaf)} has shape {list(grad.shape)}, not {list(leaf.shape)}")
+        with torch.no_grad():
+            for leaf, grad in param_grads.items():
+                leaf.grad = grad.clone() if leaf.grad is None else leaf.grad + grad
+                for hook in list((getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()):
+                    hook(leaf)
+
+    def zero_grad(self) -> None:
+        """Sets `.grad` of every parameter of the blocks to None."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def compute_gradients(self, x: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
+        """forward() and backward() in one: (loss, {leaf: gradient}) without a step; `.grad` stays as it is."""
+        with self._exclusive():
+            for _ in self._attempts():
+                output = self._forward(x)
+                try:
+                    return self._backward(output, loss_fn)
+                except RebuildMismatchError as error:
+                    if "it is remembered now" not in str(error):
+                        raise
+            raise AssertionError("unreachable")
+
+    # -- a whole step ----------------------------------------------------------------------------------------------
+
+    def train_step(
+        self,
+        x: Any,
+        loss_fn: LossFn,
+        targets: Any = None,
+        loss_reduction: str = "mean",
+        loss_weight: Callable[[Any], Any] | None = None,
+    ) -> float:
+        """One training step: zero, forward, loss, reverse, clip, optimizer step, zero. Returns the loss.
+
+        targets: a tree whose tensors share the batch dimension with the input. The loss is then called as
+        `loss_fn(output_rows, target_rows)` for each microbatch. loss_reduction: "mean" weights the microbatches by their rows, or by
+        `loss_weight(target_rows)` where given (ignored positions, padding); "sum" adds them.
+
+        Gradients accumulate straight into `.grad`, as `loss.backward()` does it; hooks fire as often. All or nothing: see the class.
+        """
+        with self._exclusive():
+            for _ in self._attempts():
+                try:
+                    if self._custom():
+                        return self._custom_step(x, loss_fn, targets)
+                    return self._step(x, loss_fn, targets, loss_reduction, loss_weight)
+                except RestartStep:
+                    continue
+            raise AssertionError("unreachable")
+
+    def _attempts(self) -> Iterator[int]:
+        """A step is repeated when a block does something new; each repetition has learnt something, so this ends."""
+        yield from range(8 * len(self.blocks) + 8)
+        raise EAEError("the step was repeated too often: a block's forward does something new every time")
+
+    def _losses(self, loss_fn: LossFn, targets: Any, parts: int, reduction: str, weigh: Callable[[Any], Any] | None) -> Loss:
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(f"loss_reduction={reduction!r}: allowed is 'mean', 'sum'")
+        if targets is None:
+            if weigh is not None:
+                raise ConfigError("loss_weight= needs targets=: it is called with the targets of each microbatch")
+            return Loss(loss_fn)
+        pieces = [targets] if parts == 1 else split_rows(targets, parts)
+        if len(pieces) != parts:
+            raise ConfigError(f"targets= give {len(pieces)} microbatches and the input {parts}; both have to have the same number of rows")
+        if reduction == "sum" or parts == 1:
+            return Loss(loss_fn, pieces, [1.0] * parts)
+        sizes = [float(weigh(p)) if weigh is not None else float(_tree.flatten(p)[0][0].shape[0]) for p in pieces]
+        total = sum(sizes)
+        if not total > 0:
+            raise ConfigError(f"loss_weight gave {sizes} for the microbatches; their sum has to be above 0")
+        return Loss(loss_fn, pieces, [s / total for s in sizes])
+
+    def _step(self, x: Any, loss_fn: LossFn, targets: Any, reduction: str, weigh: Callable[[Any], Any] | None) -> float:
+        events, profiler = self.event_bus, self.profiler
+        self._last_grads = []
+        tensors = self._check_input(x)
+        parts = self._parts(tensors)
+        loss = self._losses(loss_fn, targets, parts, reduction, weigh)
+        input_grad = any(t.requires_grad for t in tensors)
+        program = self._program(parts, split=False, targets=targets is not None, input_grad=input_grad)
+        sweep = self._new_sweep(x, parts, tensors, keep_output=False)
+        parameters = self._parameters()
+        before = Gradients(parameters)
+        states = self.pipeline.snapshot()
+        try:
+            if events.active and events.wants(EventType.TRAIN_STEP_STARTED):
+                events.emit(EventType.TRAIN_STEP_STARTED)
+            before.clear_owned()
+            sweep.set_loss(loss, Collector(None))
+            sweep.before_vjp = before.add_borrowed
+            with torch.enable_grad():
+                if events.active and events.wants(EventType.FORWARD_STARTED):
+                    events.emit(EventType.FORWARD_STARTED, num_blocks=len(self.blocks))
+                with profiler.track("forward"):
+                    sweep.run(program.forward)
+                if events.active and events.wants(EventType.FORWARD_FINISHED):
+                    events.emit(EventType.FORWARD_FINISHED, num_boundaries=len(self.boundary_store))
+                with profiler.track("reverse_pass"):
+                    sweep.run(program.reverse)
+            sweep.finish()
+            total = sweep.total_loss()
+            if self.config.grad_clip_norm is not None:
+                nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], self.config.grad_clip_norm)
+        except BaseException as error:
+            if not isinstance(error, RestartStep):
+                self._explain(error, sweep)
+            sweep.undo()
+            before.restore()
+            self.pipeline.restore(states)
+            raise
+        sweep.release()
+        return self._commit(total, parameters)
+
+    def _commit(self, loss: torch.Tensor, parameters: list[nn.Parameter]) -> float:
+        """The optimizer's step. From here on the step counts as done."""
+        with deferred_interrupt():
+            self._stats = {}
+            self._last_grads = [p.grad for p in parameters if p.grad is not None]
+            if self.optimizer is not None:
+                try:
+                    self.optimizer.step()
+                except Exception as error:
+                    raise UpdateError(
+                        f"{type(self.optimizer).__name__}.step() failed: {error}. Parameters and optimizer may be half updated; load a checkpoint"
+                    ) from error
+                self.optimizer.zero_grad(set_to_none=True)
+            self.last_loss = loss.item()
+        events = self.event_bus
+        if events.active and events.wants(EventType.TRAIN_STEP_FINISHED):
+            events.emit(EventType.TRAIN_STEP_FINISHED, loss=self.last_loss, **self.last_grad_stats)
+        return self.last_loss
+
+    def _custom_step(self, x: Any, loss_fn: LossFn, targets: Any) -> float:
+        """train_step for a scheduler written in Python: forward, backward, apply."""
+        parameters = self._parameters()
+        before = Gradients(parameters)
+        try:
+            if self.event_bus.wants(EventType.TRAIN_STEP_STARTED):
+                self.event_bus.emit(EventType.TRAIN_STEP_STARTED)
+            before.clear_owned()
+            output = self._forward(x)
+            fn = loss_fn if targets is None else (lambda y: loss_fn(y, targets))
+            loss, gradients = self._backward(output, fn)
+            self.apply_gradients(gradients)
+        except BaseException:
+            if self._sweep is not None:
+                self._sweep.undo()
+                self._sweep = None
+            before.restore()
+            raise
+        return self._commit(loss, parameters)
+
+    # -- seeing what happens ---------------------------------------------------------------------------------------
+
+    @property
+    def last_grad_stats(self) -> dict[str, float]:
+        """{num_params_with_grad, total_grad_norm} of the last train_step, computed when read. The gradients are held for that until the next
+        call of the runtime."""
+        if not self._stats and self.last_loss is not None:
+            grads = self._last_grads
+            norm = 0.0
+            if grads:
+                norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in grads])).item()
+            self._stats = {"num_params_with_grad": len(grads), "total_grad_norm": norm}
+            self._last_grads = []
+        return dict(self._stats)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes what has happened so far as Chrome trace JSON, which opens in Perfetto. Needs RuntimeConfig(trace=True)."""
+        self._check_open()
+        if self._trace is None:
+            raise ConfigError("nothing was traced; make the runtime with RuntimeConfig(trace=True)")
+        self._trace.write(path)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The blocks' parameters, in order; one that several blocks share comes once a block, as in 0.1.1."""
+        for block in self.blocks:
+            yield from block.parameters()
+
+    # -- small parts -----------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> list[nn.Parameter]:
+        seen: dict[int, nn.Parameter] = {}
+        for call in self._chain.calls:
+            for parameter in call.parameters:
+                seen[id(parameter)] = parameter
+        return list(seen.values())
+
+    def _name_of(self, leaf: torch.Tensor) -> str:
+        for block, name in zip(self.blocks, self.block_names, strict=True):
+            for path, parameter in block.named_parameters():
+                if parameter is leaf:
+                    return f"{path!r} of block {name!r}"
+        return f"a tensor of shape {list(leaf.shape)} that no block has registered"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this EAERuntime is closed; make a new one")
+
+    def _clipped(self, gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients scaled so that their global norm is at most `grad_clip_norm`, as torch.nn.utils.clip_grad_norm_ does it."""
+        limit = self.config.grad_clip_norm
+        assert limit is not None
+        if not gradients:
+            return gradients
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+        scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        return {leaf: grad * scale.to(grad.device) for leaf, grad in gradients.items()}
+
+    def _explain(self, error: BaseException, sweep: Sweep) -> None:
+        """Adds block and action to an exception, once."""
+        if sweep.where is None or isinstance(error, KeyboardInterrupt):
+            return
+        kind, b, m = sweep.where
+        action = f"{b}{kind}{'*' if m == ALL else m}"
+        name = self.block_names[b] if b < len(self.blocks) else "the loss"
+        annotate(error, f"in action {action} (block {b}, {name}); the step was undone: .grad, buffers and generators are as before it")
