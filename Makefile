@@ -22,15 +22,15 @@ export EAE_TEST_PYTHON := $(CURDIR)/$(PY)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(DEPS): pyproject.toml tools/venv.py
-	$(PYTHON) tools/venv.py $(VENV)
+$(DEPS): pyproject.toml tools/make_venv.py
+	$(PYTHON) tools/make_venv.py $(VENV)
 	@touch $@
 
 core: $(DEPS)
 	@$(PY) tools/build_core.py
 
 build: core ## make .venv with the package installed in it, and the Go core built
-	@$(PY) tools/venv.py --install $(VENV)
+	@$(PY) tools/make_venv.py --install $(VENV)
 
 stub: core ## write the extension's stub anew from the Go source
 	$(GO) run ./tools/genstub bridge/api > eae_runtime/_core/_eae.pyi
@@ -66,10 +66,10 @@ bench: build ## run the benchmarks one after the other
 	  case $$script in */_*) continue;; esac; echo "== $$script"; $(PY) $$script; done
 
 wheel: build ## build sdist and wheel, and try the wheel in a clean environment without Go and without a compiler
-	$(PY) tools/wheel.py
+	$(PY) tools/make_wheel.py
 
 compat: build ## build and try the package on each Python from 3.10 to 3.13 that is found, and on the oldest torch claimed
-	$(PY) tools/compat.py
+	$(PY) tools/make_compat.py
 
 clean: ## remove all that was built
 	rm -rf build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info eae_runtime/_core/_eae*.so

