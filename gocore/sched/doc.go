@@ -16,7 +16,7 @@
 //   - A forward (F, C, N) and a rebuild (R) read every boundary of which their block is a consumer.
 //   - A boundary is handed on: it vanishes by itself after its last forward reader. A `C` keeps what it reads, and so does the option
 //     keep_output for boundary L; what is kept lives until its `D`, and a `D` is owed.
-//   - `S` moves a kept boundary off the device, `L` brings it back; nobody reads it in between.
+//   - `S` moves a kept boundary off the device, once and before any rebuild from it; `L` brings it back; nobody reads it in between.
 //   - `F` and `R` build a graph, `V` (or `I` and `W`) uses it up. `D` waits for the `V`, not only for the `R`: the graph's saved tensors
 //     lie in the boundary's memory.
 //   - An adjoint is complete when every consumer that has a VJP has taken it. With passes, `P` runs once on the complete adjoint, before the

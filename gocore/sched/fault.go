@@ -28,9 +28,6 @@ func (f *Fault) Unwrap() error { return errs.ErrSchedule }
 
 // marked shows list[at] between up to two neighbours on each side.
 func marked(list Schedule, at int) string {
-	if at < 0 || at >= len(list) {
-		return ""
-	}
 	const around = 2
 	var parts []string
 	if at > around {

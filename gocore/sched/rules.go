@@ -9,8 +9,6 @@ func (w *worker) forward(k Kind, b, m int) string {
 	switch {
 	case g.done || g.i || g.w:
 		return fmt.Sprintf("block %d runs after its VJP for microbatch %d", b, m)
-	case w.updated[b]:
-		return fmt.Sprintf("block %d runs after its update", b)
 	case k == KindF && !w.spec.needs(b):
 		return fmt.Sprintf("block %d needs no VJP, its graph would be left over", b)
 	case k == KindF && g.alive:
@@ -130,7 +128,6 @@ func (w *worker) vjp(k Kind, b, m int) string {
 		g.i = true
 	}
 	g.w = g.w || k != KindI
-	a.used = true
 	if g.i && g.w {
 		g.done, g.alive = true, false
 	}
@@ -179,8 +176,6 @@ func (w *worker) pass(i, m int) string {
 		return fmt.Sprintf("adjoint %d of microbatch %d does not exist yet or is not complete", i, m)
 	case a.passed:
 		return fmt.Sprintf("adjoint %d of microbatch %d has been through the passes already", i, m)
-	case a.used:
-		return fmt.Sprintf("adjoint %d of microbatch %d has been used already", i, m)
 	}
 	a.passed = true
 	return ""

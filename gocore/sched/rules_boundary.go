@@ -18,6 +18,11 @@ func (w *worker) store(i, m int) string {
 	case !v.kept:
 		return fmt.Sprintf("boundary %d of microbatch %d is not kept", i, m)
 	}
+	for _, b := range w.spec.Boundaries[i].Consumers {
+		if g := w.graph(b, m); !g.fromF && (g.alive || g.done) {
+			return fmt.Sprintf("boundary %d of microbatch %d is stored away after the rebuild of block %d from it", i, m, b)
+		}
+	}
 	v.state, v.stored = away, true
 	return ""
 }
@@ -40,9 +45,6 @@ func (w *worker) drop(i, m int) string {
 	v := w.value(i, m)
 	if v.state == absent {
 		return w.usable(v, i, m)
-	}
-	if !v.kept && v.pending == 0 {
-		return fmt.Sprintf("boundary %d of microbatch %d is not kept", i, m)
 	}
 	for _, b := range w.spec.Boundaries[i].Consumers {
 		g := w.graph(b, m)
@@ -93,12 +95,12 @@ func (w *worker) send(isAdjoint bool, i, m int) string {
 		switch {
 		case a.missing > 0:
 			return fmt.Sprintf("adjoint %d of microbatch %d is sent before it is complete", i, m)
-		case a.used:
+		case a.sent:
 			return fmt.Sprintf("adjoint %d of microbatch %d is sent twice", i, m)
 		case w.spec.passesAt(i) && !a.passed:
 			return fmt.Sprintf("adjoint %d of microbatch %d is sent before its passes: no %s before this", i, m, Action{i, KindP, m})
 		}
-		a.used = true
+		a.sent = true
 	} else {
 		v := w.value(i, m)
 		if r := w.usable(v, i, m); r != "" {

@@ -80,7 +80,7 @@ const (
 type adjoint struct {
 	missing int // contributions still to come
 	passed  bool
-	used    bool // read by a V or sent
+	sent    bool
 }
 
 // graph is one block's work on one microbatch.

@@ -95,6 +95,19 @@ func TestRefused(t *testing.T) {
 		{"adjoint sent twice", `{` + twoRanks + `}`, "0C0 1XF0\n\n1YF0 1F0\n2B0 1V0 1XB0 1XB0", "1XB0 >>1XB0<<", "sent twice"},
 		{"another order than sent", `{` + twoRanks + `}`, "0C0 1XF0 0C1 1XF1\n\n1YF1\n", ">>1YF1<<", "next message is boundary 1 of microbatch 0"},
 		{"unmatched receive", `{` + twoRanks + `}`, "0C0\n\n1YF0\n", ">>1YF0<<", "unmatched receive: rank 0 never sends it (1XF0)"},
+		{"store after the rebuild", `{"blocks":[{},{}],"tier":"host"}`, "0C0 1F0\n0R0 0S0 2B0 1V0 0L0 0V0 0D0", ">>0S0<<", "after the rebuild of block 0"},
+		{"load after the drop", `{"blocks":[{},{}],"tier":"host"}`, "0C0 0S0 1F0\n2B0 1V0 0L0 0R0 0V0 0D0 0L0", ">>0L0<<", "has been dropped"},
+		{"graph twice", `{"blocks":[{},{},{}]}`, "0C0 1N0 2F0\n0R0 0F0", "0R0 >>0F0<<", "has a graph"},
+		{"store of what was made again", `{"blocks":[{},{},{}],"tier":"host"}`, "0C0 1N0 2F0\n3B0 2V0 0N0 1S0", ">>1S0<<", "not kept"},
+		{"drop of what was made again", `{"blocks":[{},{}]}`, "0C0 1F0\n0C0 1D0", ">>1D0<<", "not kept"},
+		{"drop while another microbatch waits", `{"blocks":[{}],"microbatches":2,"targets":true}`, "0C0 0C1\n1B0 1B1 0R1 0D1", ">>0D1<<", "0V1 comes after"},
+		{"update of a frozen block", `{"blocks":[{},{}],"graph_free_prefix":1,"update":true}`, "0N0 1F0\n2B0 1V0 0U*", ">>0U*<<", "no gradients"},
+		{"update before a parallel reader", `{"blocks":[{},{}],"update":true,"leaves":[{"name":"w","blocks":[0,1]}],"boundaries":[
+			{"producer":-1,"consumers":[0,1]},{"producer":0,"consumers":[2]},{"producer":1,"consumers":[2]}]}`,
+			"0F0 1F0\n2B0 0V0 0U*", ">>0U*<<", `leaf group "w" still has a reader: 1V0`},
+		{"pass on the producer's rank", `{"passes":true,` + twoRanks + `}`, "0C0 1XF0\n1P0\n\n", ">>1P0<<", "run on rank 1"},
+		{"adjoint sent to a frozen block", `{"graph_free_prefix":1,` + twoRanks + `}`, "0N0 1XF0\n\n1YF0 1F0\n2B0 1V0 1XB0", ">>1XB0<<", "does not exist"},
+		{"made again and sent again", `{` + twoRanks + `}`, "0C0 1XF0 0C0 1XF0\n\n\n", "0C0 >>1XF0<<", "sent twice"},
 		{"unmatched send", `{` + twoRanks + `}`, "0C0 1XF0 0C1 1XF1\n\n1YF0 1F0\n2B0 1V0", ">>1XF1<<", "unmatched send: rank 1 never receives it"},
 		{"deadlock", `{` + twoRanks + `}`,
 			"0C0 1XF0\n1YB0 0R0 0V0 0D0 0C1 1XF1 1YB1 0R1 0V1 0D1\n1YF0 1F0 1YF1 1F1\n2B0 1V0 1XB0 2B1 1V1 1XB1", ">>1YB0<<",
@@ -119,12 +132,23 @@ func TestAccepted(t *testing.T) {
 		{"kept although frozen", `{"blocks":[{},{}],"graph_free_prefix":1}`, "0C0 1F0\n2B0 1V0 0D0"},
 		{"dropped while away", `{"blocks":[{},{}],"graph_free_prefix":1,"tier":"host"}`, "0C0 0S0 1F0\n2B0 1V0 0D0"},
 		{"gradient passes before the update", `{"blocks":[{}],"update":true}`, "0F0\n1B0 0V0 0G* 0U*"},
+		{"a leaf group that no VJP reads", `{"blocks":[{},{},{}],"graph_free_prefix":2,"update":true,"leaves":[{"name":"w","blocks":[0,1]}]}`,
+			"0N0 1N0 2F0\n3B0 2V0 2U*"},
 		{"one microbatch, written as all", `{"blocks":[{}]}`, "0F0\n1B* 0V0"},
 		{"a loss that reads two boundaries", `{"blocks":[{},{}],"passes":true,"boundaries":[{"producer":-1,"consumers":[0]},
 			{"producer":0,"consumers":[1,2]},{"producer":1,"consumers":[2]}]}`, "0C0 1C0\n2B0 2P0 1R0 1V0 1P0 1D0 0R0 0V0 0P0 0D0"},
 	} {
 		t.Run(c.name, func(t *testing.T) { assert.NoError(t, Validate(c.spec, c.text)) })
 	}
+}
+
+// TestValidateReadsBothTexts: what is wrong with the spec or with the text is said as such, also for a Program made by hand.
+func TestValidateReadsBothTexts(t *testing.T) {
+	assert.ErrorIs(t, Validate(`{"blocks":[]}`, "0F0\n1B0 0V0"), errs.ErrValue)
+	assert.ErrorIs(t, Validate(`{"blocks":[{}]}`, "0Q0"), errs.ErrSchedule)
+	s, err := ParseSpec(`{"blocks":[{}]}`)
+	require.NoError(t, err)
+	assert.ErrorContains(t, Check(s, Program{{Forward: Schedule{{0, 0, 0}}}}), "not a kind")
 }
 
 func TestFaultIsTyped(t *testing.T) {
