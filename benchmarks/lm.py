@@ -1,8 +1,8 @@
 """The 12-block language model: step peak and time of a training step against plain, checkpoint and 0.1.1.
 
 Width 512, 8 query and 4 key/value heads, SwiGLU 1408, tied head, vocabulary 8192, batch 8 x 512, float32, AdamW. A step
-is forward, loss, backward, AdamW and clearing `.grad`; each competitor runs in a process of its own, in turn. Step peak:
-see `_harness/alloc_count.py`.
+is forward, loss, backward, AdamW and clearing `.grad`; each competitor runs in a process of its own, in turn.
+`_harness/alloc_count.py` says what a step's peak is.
 
     python benchmarks/lm.py [--pairs 9] [--side-pairs 2] [--quick]
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -115,7 +116,7 @@ class Competitor:
 
     def block_forwards(self) -> int:
         """How often a transformer block's forward runs in one step (embedding and head are not counted)."""
-        runs = []
+        runs: list[None] = []
         handles = [block.register_forward_pre_hook(lambda *_: runs.append(None)) for block in self.blocks[1:-1]]
         self._step()
         for handle in handles:
@@ -147,12 +148,14 @@ def main() -> int:
         losses = {name: worker.call("losses", steps=2) for name, worker in workers.items()}
         peaks = {name: worker.call("step_peak") for name, worker in workers.items()}
         forwards = {name: worker.call("block_forwards") for name, worker in workers.items()}
-        measures = {name: lambda w=worker: float(w.call("timed")) for name, worker in workers.items()}
+        measures = {name: partial(worker.call, "timed") for name, worker in workers.items()}
         main_pair = {name: measures[name] for name in ("ours", "checkpoint") if name in measures}
         seconds = rounds.mirrored_rounds(main_pair, pairs, progress)
         # The others in turn with ours, whose own extra measurements serve as the other half of these pairs only.
         others = {name: measure for name, measure in measures.items() if name not in main_pair}
-        side = rounds.mirrored_rounds({**{n: measures[n] for n in names if n == "ours"}, **others}, side_pairs, progress)
+        side = rounds.mirrored_rounds(
+            {**{n: measures[n] for n in names if n == "ours"}, **others}, side_pairs, progress
+        )
     finally:
         for worker in workers.values():
             worker.close()
@@ -200,7 +203,7 @@ def main() -> int:
 
 
 def check_losses(losses: dict[str, list[float]]) -> None:
-    """Every competitor trains the same model: two steps' losses agree (0.1.1 does not train the embedding: the first only)."""
+    """Raises unless all train the same model: two steps' losses agree (0.1.1 trains no embedding: its first only)."""
     reference = next(iter(losses.values()))
     for name, values in losses.items():
         for i, (value, expected) in enumerate(zip(values, reference, strict=True)):

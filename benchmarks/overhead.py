@@ -1,8 +1,8 @@
 """What a block costs beyond its kernels: 64 tiny blocks (Linear 32x32 + GELU), batch 4, one thread.
 
-Compared is the time of one forward and backward: plain, the bare loop of the design, torch.utils.checkpoint (both kinds), eae-runtime 0.1.1
-and this package in its default configuration, each in a process of its own, in turn. No optimizer anywhere: a timed
-step is forward, loss, backward, and clearing `.grad`.
+Compared is the time of one forward and backward: plain, the bare loop of the design, torch.utils.checkpoint (both
+kinds), eae-runtime 0.1.1 and this package in its default configuration, each in a process of its own, in turn. No
+optimizer anywhere (`optimizer=None`): a timed step is forward, loss, backward, and clearing `.grad`.
 
     python benchmarks/overhead.py [--pairs 9] [--quick] [--threads 1]
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -68,7 +69,12 @@ class Competitor:
         """Norm of all gradients of one step: every competitor has to have computed the same thing."""
         self._clear()
         self._one()
-        return sum(float(p.grad.double().square().sum()) for b in self.blocks for p in b.parameters() if p.grad is not None) ** 0.5
+        return (
+            sum(
+                float(p.grad.double().square().sum()) for b in self.blocks for p in b.parameters() if p.grad is not None
+            )
+            ** 0.5
+        )
 
     def timed(self, steps: int) -> float:
         """Mean seconds of one step over `steps`, after one that is not timed (the process had been asleep)."""
@@ -101,7 +107,7 @@ def main() -> int:
         for worker in workers.values():
             worker.call("timed", steps=steps)
         seconds = rounds.mirrored_rounds(
-            {name: lambda w=worker: w.call("timed", steps=steps) for name, worker in workers.items()}, pairs
+            {name: partial(worker.call, "timed", steps=steps) for name, worker in workers.items()}, pairs
         )
     finally:
         for worker in workers.values():

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(CHECKOUT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._harness import alloc_count, rounds, verdict
 from benchmarks._harness.worker_client import Worker, WorkerError
+
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 class Probe:
@@ -39,10 +40,11 @@ class Probe:
         del passing
         one = counter.live()
         del kept
-        return [both - before, one - before, counter.live() - before, counter.take_peak() - before, counter.take_peak() - before]
+        none = counter.live()
+        return [size - before for size in (both, one, none, counter.take_peak(), counter.take_peak())]
 
     def many_threads(self) -> list[int]:
-        """Live bytes above the start while 4 threads' tensors are held, and after; each allocates and frees at random."""
+        """Live bytes above the start while 4 threads' tensors are held, and after; each allocates and frees."""
         counter = alloc_count.open_counter()
         assert counter is not None
         before = counter.live()
@@ -120,7 +122,8 @@ def test_a_script_restarts_itself_with_the_library(tmp_path: Path) -> None:
         "print(sys.argv[1:], alloc_count.open_counter() is not None)\n"
     )
     env = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", alloc_count.MARK)}
-    done = subprocess.run([sys.executable, str(script), "--a", "b c"], env=env, capture_output=True, text=True, check=True)
+    command = [sys.executable, str(script), "--a", "b c"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "['--a', 'b c'] True\n"
 
 

@@ -20,9 +20,10 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # importing torch takes seconds, which a script that is about to restart would spend twice
+    import torch
 
 SOURCE = Path(__file__).with_name("alloc_count.c")
 BUILD = Path(__file__).resolve().parents[2] / ".cache" / "alloc_count"
@@ -67,7 +68,18 @@ def build() -> Path | None:
         BUILD.mkdir(parents=True, exist_ok=True)
         # Compile beside the target and rename: two benchmarks may start at once.
         draft = target.with_suffix(f".{os.getpid()}")
-        command = [*compiler.split(), "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-o", str(draft), str(SOURCE), "-pthread"]
+        command = [
+            *compiler.split(),
+            "-O2",
+            "-fPIC",
+            "-shared",
+            "-Wall",
+            "-Wextra",
+            "-o",
+            str(draft),
+            str(SOURCE),
+            "-pthread",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -113,6 +125,8 @@ def open_counter() -> Counter | None:
     os.environ.pop("LD_PRELOAD", None)
     if rest:
         os.environ["LD_PRELOAD"] = ":".join(rest)
+    import torch
+
     counter = Counter(ctypes.CDLL(library))
     # The library may be loaded without being in front of libc (a static allocator, a loader that ignores LD_PRELOAD).
     before = counter.live()
@@ -132,5 +146,5 @@ def resting_bytes(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Opt
     state: list[torch.Tensor] = []
     if optimizer is not None:
         entries: Iterable[dict[str, Any]] = optimizer.state.values()
-        state = [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
+        state = [value for entry in entries for value in entry.values() if hasattr(value, "untyped_storage")]
     return tensor_bytes([*parameters, *state])

@@ -24,7 +24,9 @@ def plain(blocks: Sequence[nn.Module]) -> Step:
         h = x
         for block in blocks:
             h = block(h)
-        loss_fn(h).backward()
+        loss = loss_fn(h)
+        del h  # the output's bytes are then held only as long as autograd needs them
+        loss.backward()
 
     return step
 
@@ -63,6 +65,8 @@ def checkpointed(blocks: Sequence[nn.Module], *, reentrant: bool, first: int = 0
         h = x.detach().requires_grad_() if reentrant and x.is_floating_point() else x
         for i, block in enumerate(blocks):
             h = checkpoint(block, h, use_reentrant=reentrant) if i in wrapped else block(h)
-        loss_fn(h).backward()
+        loss = loss_fn(h)
+        del h
+        loss.backward()
 
     return step

@@ -1,4 +1,4 @@
-"""eae-runtime 0.1.1 from PyPI, in a folder of the benchmark's own (never in the environment that runs the benchmark)."""
+"""eae-runtime 0.1.1 from PyPI, in a folder of its own, never in the environment that runs the benchmark."""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], claim
     for claim in claims:
         value = str(claim.measured) if isinstance(claim.measured, Ratio) else f"{claim.measured:.4g}"
         verdict = "[green]holds[/]" if claim.holds else "[red]FAILS[/]"
-        console.print(f"  {verdict}  {claim.text}: ".rstrip(" ") + f" {value}  (limit {claim.limit:g})", highlight=False)
+        console.print(
+            f"  {verdict}  {claim.text}: ".rstrip(" ") + f" {value}  (limit {claim.limit:g})", highlight=False
+        )
     return all(claim.holds for claim in claims)
 
 
