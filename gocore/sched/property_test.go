@@ -101,48 +101,54 @@ func TestGeneratedSchedulesAreValid(t *testing.T) {
 	})
 }
 
-// TestMutationsAreJudgedAlike makes one change to a generated schedule. Validator and naive model agree, and what is left out, doubled or put before
+// TestMutationsAreJudgedAlike makes one change to a generated schedule, twenty times over. Validator and naive model agree, and what is left out, doubled or put before
 // what it depends on is refused.
 func TestMutationsAreJudgedAlike(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		s, _, n := generated(t)
-		lists := n.copyLists()
-		busy := slices.DeleteFunc([]int{0, 1, 2, 3}, func(r int) bool { return r >= len(lists) || len(lists[r]) == 0 })
-		r := rapid.SampledFrom(busy).Draw(t, "rank")
-		list := lists[r]
-		i := rapid.IntRange(0, len(list)-1).Draw(t, "i")
-		j := rapid.IntRange(0, len(list)-1).Draw(t, "j")
-		how := rapid.SampledFrom([]string{"delete", "duplicate", "swap", "neighbours", "move"}).Draw(t, "how")
-		mustFail := false
-		switch how {
-		case "delete":
-			lists[r], mustFail = slices.Delete(list, i, i+1), true
-		case "duplicate":
-			lists[r], mustFail = slices.Insert(list, max(i, j), list[i]), true
-		case "swap":
-			i, j = min(i, j), max(i, j)
-			mustFail = n.dependent(event{list[i], r}, event{list[j], r})
-			list[i], list[j] = list[j], list[i]
-		case "neighbours":
-			if i+1 < len(list) {
-				mustFail = n.dependent(event{list[i], r}, event{list[i+1], r})
-				list[i], list[i+1] = list[i+1], list[i]
-			}
-		case "move":
-			a := list[i]
-			lists[r] = slices.Insert(slices.Delete(list, i, i+1), min(j, len(list)-1), a)
-		}
-		want := n.right(lists)
-		if mustFail {
-			require.False(t, want, "%s: the naive model is wrong\n%s", how, programOf(lists))
-		}
-		err := Check(s, programOf(lists))
-		if want {
-			require.NoError(t, err, "%s\n%s", how, programOf(lists))
-		} else {
-			require.ErrorIs(t, err, errs.ErrSchedule, "%s\n%s", how, programOf(lists))
+		for range 20 {
+			judgeOneMutation(t, s, n)
 		}
 	})
+}
+
+func judgeOneMutation(t *rapid.T, s *Spec, n *naive) {
+	lists := n.copyLists()
+	busy := slices.DeleteFunc([]int{0, 1, 2, 3}, func(r int) bool { return r >= len(lists) || len(lists[r]) == 0 })
+	r := rapid.SampledFrom(busy).Draw(t, "rank")
+	list := lists[r]
+	i := rapid.IntRange(0, len(list)-1).Draw(t, "i")
+	j := rapid.IntRange(0, len(list)-1).Draw(t, "j")
+	how := rapid.SampledFrom([]string{"delete", "duplicate", "swap", "neighbours", "move"}).Draw(t, "how")
+	mustFail := false
+	switch how {
+	case "delete":
+		lists[r], mustFail = slices.Delete(list, i, i+1), true
+	case "duplicate":
+		lists[r], mustFail = slices.Insert(list, max(i, j), list[i]), true
+	case "swap":
+		i, j = min(i, j), max(i, j)
+		mustFail = n.dependent(event{list[i], r}, event{list[j], r})
+		list[i], list[j] = list[j], list[i]
+	case "neighbours":
+		if i+1 < len(list) {
+			mustFail = n.dependent(event{list[i], r}, event{list[i+1], r})
+			list[i], list[i+1] = list[i+1], list[i]
+		}
+	case "move":
+		a := list[i]
+		lists[r] = slices.Insert(slices.Delete(list, i, i+1), min(j, len(list)-1), a)
+	}
+	want := n.right(lists)
+	if mustFail {
+		require.False(t, want, "%s: the naive model is wrong\n%s", how, programOf(lists))
+	}
+	err := Check(s, programOf(lists))
+	if want {
+		require.NoError(t, err, "%s\n%s", how, programOf(lists))
+	} else {
+		require.ErrorIs(t, err, errs.ErrSchedule, "%s\n%s", how, programOf(lists))
+	}
 }
 
 // TestDropsMovedEarlyAreRefused: no D can stand before the V that it waits for.
