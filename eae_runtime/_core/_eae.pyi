@@ -12,6 +12,26 @@ def api_DrainReleases() -> int:
 def api_Live() -> str:
     """Live says what the core holds at this moment, as JSON. Tests compare it before and after."""
 
+def api_PoolClose(h: int) -> str:
+    """PoolClose frees the idle buffers; those that are lent are freed when their tensors die. A second call does nothing."""
+
+def api_PoolNew(maxPerKey: int) -> int:
+    """PoolNew makes a pool of CPU tensors that keeps at most maxPerKey idle buffers for each shape and dtype."""
+
+def api_PoolRelease(h: int, dataPtr: int) -> str:
+    """PoolRelease gives the memory at that data address back to the pool. The tensor may die later; using it is a fault of the
+    caller, but a harmless one: the memory stays mapped until then."""
+
+def api_PoolRequest(h: int, shape: str, dtype: str) -> int:
+    """PoolRequest lends a tensor: shape is comma separated ("" for 0-dim), dtype a torch name without "torch.". The memory is not
+    zeroed. It goes back to the pool by PoolRelease, or when the tensor dies."""
+
+def api_PoolReset(h: int) -> str:
+    """PoolReset frees the idle buffers and starts the counters anew."""
+
+def api_PoolStats(h: int) -> str:
+    """PoolStats gives the pool's exact counters as JSON (see memory.PoolStats)."""
+
 def api_SchedFromCSV(csv: str) -> str:
     """SchedFromCSV is the inverse of SchedToCSV."""
 
@@ -23,6 +43,21 @@ def api_SchedToCSV(text: str) -> str:
 
 def api_SchedValidate(spec: str, text: str) -> str:
     """SchedValidate replays a schedule's text against a spec; the error marks the offending action."""
+
+def api_TraceAdd(h: int, lines: str) -> str:
+    """TraceAdd records a batch of lines (see trace.Recorder.AddLines)."""
+
+def api_TraceClose(h: int) -> str:
+    """TraceClose forgets the recorder. A second call does nothing."""
+
+def api_TraceNew(spec: str) -> int:
+    """TraceNew makes a recorder from the JSON form of trace.Options ("" for the defaults)."""
+
+def api_TraceReport(h: int) -> str:
+    """TraceReport gives the totals per name as JSON."""
+
+def api_TraceWrite(h: int, path: str) -> str:
+    """TraceWrite writes Chrome trace JSON to path, whole or not at all."""
 
 def api_Version() -> str:
     """Version gives the core's version."""
