@@ -88,7 +88,8 @@ class AdjointState:
     def compress(self, ratio: float = 0.5) -> AdjointState:
         """With all but the largest elements by magnitude set to zero.
 
-        Exactly `floor(numel * (1 - ratio))` elements are kept, at least one; among equal magnitudes some are kept and some not.
+        Exactly `floor(numel * (1 - ratio))` elements are kept, at least one; among equal magnitudes some are kept and
+        some not.
         """
         if not 0.0 <= ratio <= 1.0:
             raise ConfigError(f"ratio={ratio!r}: the share of elements to drop lies between 0 and 1")

@@ -16,8 +16,8 @@ class BackendManager:
     """Resolves a backend's name to what this machine has.
 
     requested  the name given
-    resolved   "cpu" or "cuda". "triton" and "rocm" run on devices that torch calls cuda. A name whose device is missing here
-               becomes "cpu", so that one script runs everywhere.
+    resolved   "cpu" or "cuda". "triton" and "rocm" run on devices that torch calls cuda. A name whose device is
+               missing here becomes "cpu", so that one script runs everywhere.
     """
 
     SUPPORTED = ("cpu", "cuda", "triton", "rocm", "auto")
@@ -38,7 +38,8 @@ class BackendManager:
         return torch.device(self._resolve(wish) if wish else self.resolved)
 
     def autocast(self, enabled: bool = False, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
-        """A `torch.autocast` region for the resolved device (float16 unless told otherwise), or nothing when not enabled."""
+        """A `torch.autocast` region for the resolved device (float16 unless told otherwise), or nothing when not
+        enabled."""
         if not enabled:
             return nullcontext()
         return torch.autocast(device_type=self.resolved, dtype=dtype or torch.float16)

@@ -24,10 +24,11 @@ class EAEBlock(nn.Module):
 
 
 class BlockDecomposer:
-    """Turns a model into its blocks, in the order in which they run. The blocks are the model's own modules, not copies.
+    """Turns a model into its blocks, in the order in which they run. The blocks are the model's own modules, not
+    copies.
 
-    A module that stands in a chain twice is two blocks with shared parameters. The blocks are called one by one, so hooks
-    on the container itself do not run.
+    A module that stands in a chain twice is two blocks with shared parameters. The blocks are called one by one, so
+    hooks on the container itself do not run.
     """
 
     @staticmethod
@@ -46,8 +47,8 @@ class BlockDecomposer:
     def decompose(model: Any, *, foreign: bool = False) -> list[nn.Module]:
         """The blocks of a Sequential, a ModuleList or a list of modules; any other module is one block.
 
-        A subclass of Sequential with a `forward` of its own does more than run its members, so it too is one block. With
-        `foreign`, None is allowed in place of a block that lives on another rank.
+        A subclass of Sequential with a `forward` of its own does more than run its members, so it too is one block.
+        With `foreign`, None is allowed in place of a block that lives on another rank.
 
         Raises TensorTypeError (a TypeError) for anything else, ConfigError (a ValueError) for zero blocks.
         """
@@ -58,8 +59,8 @@ class BlockDecomposer:
         if isinstance(model, nn.Module) and not isinstance(model, (nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
             return [model]
         raise TensorTypeError(
-            f"{type(model).__name__} is not a model that can be cut into blocks; give an nn.Sequential, an nn.ModuleList, "
-            "a list of nn.Module, or one nn.Module"
+            f"{type(model).__name__} is not a model that can be cut into blocks; give an nn.Sequential, "
+            "an nn.ModuleList, a list of nn.Module, or one nn.Module"
         )
 
 
@@ -71,6 +72,7 @@ def _checked(modules: Iterable[Any], foreign: bool) -> list[nn.Module]:
         if isinstance(block, nn.Module) or (foreign and block is None):
             continue
         raise TensorTypeError(
-            f"block {i} is a {type(block).__name__}, not an nn.Module; put a plain function into the forward of a small module"
+            f"block {i} is a {type(block).__name__}, not an nn.Module; "
+            "put a plain function into the forward of a small module"
         )
     return blocks

@@ -47,7 +47,8 @@ def parse_precision(value: object, name: str = "boundary_precision") -> torch.dt
     try:
         return _PRECISIONS[value]
     except (KeyError, TypeError):
-        raise _bad(name, value, "None, torch.float16 ('fp16'), torch.bfloat16 ('bf16'), torch.float32 ('fp32')") from None
+        allowed = "None, torch.float16 ('fp16'), torch.bfloat16 ('bf16'), torch.float32 ('fp32')"
+        raise _bad(name, value, allowed) from None
 
 
 def parse_level(value: object, name: str = "log_level") -> int:
@@ -70,7 +71,8 @@ def _is_positive(value: object) -> bool:
 
 @dataclass
 class RuntimeConfig:
-    """Options of :class:`EAERuntime`. A bad one raises ConfigError (a ValueError) that names the field and what is allowed.
+    """Options of :class:`EAERuntime`. A bad one raises ConfigError (a ValueError) that names the field and what is
+    allowed.
 
     scheduler           "sequential", "async", "pipeline", "distributed", or a BaseScheduler
     memory              "pool", "none", or a MemoryPolicy
@@ -78,8 +80,8 @@ class RuntimeConfig:
     passes              adjoint passes, in the order in which they are applied at each boundary
     compute_dtype       blocks run in this dtype; None leaves inputs as they are
     boundary_offload    short for boundary_tier="host"
-    boundary_precision  dtype in which boundaries are kept (torch.float16, torch.bfloat16, torch.float32, or "fp16", "bf16",
-                        "fp32"); None keeps every bit. Anything that rounds makes gradients `lossy`
+    boundary_precision  dtype in which boundaries are kept (torch.float16, torch.bfloat16, torch.float32, or "fp16",
+                        "bf16", "fp32"); None keeps every bit. Anything that rounds makes gradients `lossy`
     pin_memory          host buffers are page-locked where there is CUDA
     num_microbatches    parts into which the pipeline and distributed schedulers cut a batch
     grad_clip_norm      largest global norm of the gradients; None leaves them

@@ -1,8 +1,9 @@
 """Events: what the runtime tells whoever subscribes.
 
 Note [Events cost nothing when nobody listens]
-    :meth:`EventBus.wants` says whether an event of a type would reach anyone. Code on the hot path asks first, and builds a
-    payload (a norm, a shape string) only when the answer is yes.
+    `EventBus.active` says whether anyone listens at all, :meth:`EventBus.wants` whether an event of a type would
+    reach anyone. Code on the hot path asks first, and builds a payload (a norm, a shape string) only when the answer
+    is yes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class EventType:
 
 @dataclass
 class Event:
-    """One event: its type, the payload given to :meth:`EventBus.emit`, and the time of day in seconds (`time.time()`)."""
+    """One event: its type, the payload given to :meth:`EventBus.emit`, and the time of day in seconds
+    (`time.time()`)."""
 
     type: str
     payload: dict[str, Any] = field(default_factory=dict)
@@ -56,8 +58,8 @@ Subscriber = Callable[[Event], None]
 class EventBus:
     """Synchronous publish and subscribe: a subscriber is called on the emitting thread before :meth:`emit` returns.
 
-    Subscribing and unsubscribing are allowed from any thread and from inside a subscriber; an emission that is under way
-    goes to those who were subscribed when it began.
+    Subscribing and unsubscribing are allowed from any thread and from inside a subscriber; an emission that is under
+    way goes to those who were subscribed when it began.
     """
 
     def __init__(self) -> None:
@@ -68,14 +70,16 @@ class EventBus:
         self._recording = False
         # True while every event has a taker: a "*" subscriber, or a recording.
         self._everything = False
+        # Whether anybody listens at all; a plain attribute, because the executor asks several times a block.
+        self.active = False
 
     def wants(self, event_type: str) -> bool:
         """Whether an event of this type would reach a subscriber or the recording."""
         return self._everything or event_type in self._subscribers
 
     def subscribe(self, event_type: str, callback: Subscriber) -> None:
-        """Calls `callback(event)` for every event of the type; "*" stands for all types. A callback that is subscribed twice is
-        called twice."""
+        """Calls `callback(event)` for every event of the type; "*" stands for all types. A callback that is
+        subscribed twice is called twice."""
         if not callable(callback):
             raise TypeError(f"a subscriber must be callable, got {type(callback).__name__}")
         with self._lock:
@@ -98,8 +102,8 @@ class EventBus:
     def emit(self, event_type: str, **payload: Any) -> Event:
         """Makes an event, records it if a recording runs, and calls the type's subscribers, then those of "*".
 
-        Every subscriber is called even if one before it raises. The first exception is then raised as it is; further ones go to
-        the logger `eae_runtime`. KeyboardInterrupt and SystemExit are not held back.
+        Every subscriber is called even if one before it raises. The first exception is then raised as it is; further
+        ones go to the logger `eae_runtime`. KeyboardInterrupt and SystemExit are not held back.
         """
         event = Event(event_type, payload)
         if self._everything or event_type in self._subscribers:
@@ -131,6 +135,7 @@ class EventBus:
 
     def _refresh(self) -> None:
         self._everything = self._recording or _ANY in self._subscribers
+        self.active = self._recording or bool(self._subscribers)
 
     def _deliver(self, event: Event) -> None:
         if self._recording:

@@ -16,8 +16,8 @@ _NAME = "eae_runtime"
 def get_logger(level: str = "WARNING") -> logging.Logger:
     """The logger `eae_runtime`, let through from `level` on.
 
-    It gets a handler (standard error) only where neither it nor a parent has one. A level that another runtime has lowered is not
-    raised again.
+    It gets a handler (standard error) only where neither it nor a parent has one. A level that another runtime has
+    lowered is not raised again.
     """
     logger = logging.getLogger(_NAME)
     if not logger.hasHandlers():
@@ -35,8 +35,8 @@ def attach_structured_logging(
 ) -> None:
     """Writes every event of the bus as one JSON object (event, timestamp, and the payload's fields) at level DEBUG.
 
-    With a higher level nothing is subscribed, so that `event_bus.wants` stays False. A value that JSON does not know is written as
-    its `str`.
+    With a higher level nothing is subscribed, so that `event_bus.wants` stays False. A value that JSON does not know
+    is written as its `str`.
     """
     target = logger or get_logger(level)
     if parse_level(level) > logging.DEBUG:

@@ -32,7 +32,7 @@ def test_a_block_may_choose_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_name_is_a_value_error_that_lists_the_known() -> None:
-    with pytest.raises(ValueError, match="'tpu'.*'rocm'"):
+    with pytest.raises(ValueError, match=r"'tpu'.*'rocm'"):
         BackendManager("tpu")
 
 

@@ -152,5 +152,5 @@ def test_a_second_runtime_does_not_silence_the_first(fresh_logger: logging.Logge
 
 
 def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(ConfigError, match="LOUD.*DEBUG"):
+    with pytest.raises(ConfigError, match=r"LOUD.*DEBUG"):
         attach_structured_logging(EventBus(), "LOUD")

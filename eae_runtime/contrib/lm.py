@@ -63,8 +63,8 @@ def build_lm(
 
     The paper's model (Table 1, 60 M parameters) is `build_lm(49152, 512, 12, 8, 4, 1408)`.
 
-    Matrices are drawn from N(0, init_std^2); those that write into the residual stream are smaller by sqrt(2 * depth), so that
-    its variance does not grow with depth. The draws come from torch's global generator.
+    Matrices are drawn from N(0, init_std^2); those that write into the residual stream are smaller by
+    sqrt(2 * depth), so that its variance does not grow with depth. The draws come from torch's global generator.
     """
     embedding = TokenEmbedding(vocab, dim)
     blocks = []

@@ -37,8 +37,8 @@ class RMSNorm(nn.Module):
 class RotaryPositionalEmbedding(nn.Module):
     """Tables of the rotary position embedding (Su et al. 2021), computed once for `max_seq_len` positions.
 
-    `forward(T)` gives (cos, sin), each (T, d / 2): row t turns pair j by the angle t * base^(-2 j / d). The tables are buffers
-    that are not part of the state dict.
+    `forward(T)` gives (cos, sin), each (T, d / 2): row t turns pair j by the angle t * base^(-2 j / d). The tables
+    are buffers that are not part of the state dict.
     """
 
     cos_cached: torch.Tensor
@@ -60,7 +60,10 @@ class RotaryPositionalEmbedding(nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns the pairs (x[2j], x[2j + 1]) of each head's vector. x (B, heads, T, d), cos and sin (T, d / 2) -> (B, heads, T, d)."""
+    """Turns the pairs (x[2j], x[2j + 1]) of each head's vector.
+
+    x (B, heads, T, d), cos and sin (T, d / 2) -> (B, heads, T, d)
+    """
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if _views_as_complex(x):
         # One complex multiplication: a quarter of the time of the four real ones, and the same bits.
@@ -132,7 +135,8 @@ class CausalSelfAttention(nn.Module):
 
 
 def _has_grouped_kernel(q: torch.Tensor) -> bool:
-    """Whether a fused kernel takes fewer key heads than query heads; on an accelerator only the half-precision one does."""
+    """Whether a fused kernel takes fewer key heads than query heads; on an accelerator only the half-precision one
+    does."""
     return q.device.type == "cpu" or q.dtype in (torch.float16, torch.bfloat16)
 
 
