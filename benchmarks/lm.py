@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -149,7 +150,9 @@ def main() -> int:
         peaks = {name: worker.call("step_peak") for name, worker in workers.items()}
         forwards = {name: worker.call("block_forwards") for name, worker in workers.items()}
         measures = {name: partial(worker.call, "timed") for name, worker in workers.items()}
-        main_pair = {name: measures[name] for name in ("ours", "checkpoint") if name in measures}
+        main_pair: dict[str, Callable[[], float]] = {
+            name: measures[name] for name in ("ours", "checkpoint") if name in measures
+        }
         seconds = rounds.mirrored_rounds(main_pair, pairs, progress)
         # The others in turn with ours, whose own extra measurements serve as the other half of these pairs only.
         others = {name: measure for name, measure in measures.items() if name not in main_pair}

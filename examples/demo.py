@@ -60,7 +60,7 @@ def main() -> int:
     unigram, bigram = corpus.entropies(text.training)
     console.print(
         f"Text: {text.training_files} source files of Python {sys.version.split()[0]}'s standard library, "
-        f"{text.training.numel() / 1e6:.1f} MB; {text.held_out_files} more held out, {text.held_out.numel() / 1e6:.1f} MB"
+        f"{text.training.numel() / 1e6:.1f} MB; held out: {text.held_out_files}, {text.held_out.numel() / 1e6:.1f} MB"
     )
     torch.manual_seed(0)
     model = build_lm(**SHAPE, max_seq_len=LENGTH)

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks._harness import alloc_count, rounds, verdict
+from benchmarks._harness import action_bytes, alloc_count, competitors, rounds, verdict
 from benchmarks._harness.worker_client import Worker, WorkerError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -69,6 +69,24 @@ class Probe:
         held.clear()
         return [expected, counted, counter.live() - before]
 
+    def bytes_by_action(self) -> list[list[Any]]:
+        """Actions of one plain step of two linear blocks: label, peak and end in bytes."""
+        counter = alloc_count.open_counter()
+        assert counter is not None
+        blocks = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(2)]
+        x = torch.ones(512, 1024)
+        optimizer = torch.optim.SGD([p for b in blocks for p in b.parameters()], lr=0.1)
+        step = competitors.plain(blocks)
+
+        def train(loss_fn: Any) -> None:
+            step(x, loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        resting = counter.live()
+        recorder = action_bytes.ByteRecorder(counter, blocks, [0, 1], resting, fused_rebuild=False)
+        return [[a.label, a.peak, a.end] for a in recorder.record(train, torch.sum, optimizer)]
+
     def environment_after(self) -> str:
         alloc_count.open_counter()
         return os.environ.get("LD_PRELOAD", "")
@@ -100,6 +118,25 @@ def test_the_counter_is_exact_under_threads() -> None:
         expected, counted, after = worker.call("many_threads")
         assert counted == expected
         assert after == 0
+
+
+def test_bytes_by_action_are_what_the_tensors_take() -> None:
+    activation, weight = 4 * 512 * 1024, 4 * 1024 * 1024
+    with probe() as worker:
+        actions = worker.call("bytes_by_action")
+    # label, most during it, held at its end. The last output is needed by no one after the loss (a sum keeps no input).
+    expected = [
+        ("0F", activation, activation),
+        ("1F", 2 * activation, 2 * activation),
+        ("2B", 2 * activation, activation),
+        ("1V", 3 * activation + weight, activation + weight),
+        ("0V", activation + 2 * weight, 2 * weight),
+        ("U", 2 * weight, 0),
+    ]
+    assert [label for label, _, _ in actions] == [label for label, _, _ in expected]
+    for (label, peak, end), (_, wanted_peak, wanted_end) in zip(actions, expected, strict=True):
+        assert peak == pytest.approx(wanted_peak, abs=4096), label  # scalars
+        assert end == pytest.approx(wanted_end, abs=4096), label
 
 
 def test_children_of_a_counted_process_are_not_counted() -> None:

@@ -41,6 +41,7 @@ class Contestant:
         self.model = copy.deepcopy(model)
         self.x, self.targets = x, targets
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.close: Callable[[], None] = lambda: None
         blocks = list(self.model)
         last = len(blocks) - 1
         if name == OURS:
@@ -55,6 +56,7 @@ class Contestant:
 
     def _with_runtime(self) -> Callable[[Any], Any]:
         runtime = EAERuntime(self.model, self.optimizer)
+        self.close = runtime.close
         return lambda loss_fn: runtime.train_step(self.x, loss_fn, targets=self.targets)
 
     def _with_optimizer(self, gradients: competitors.Step) -> Callable[[Any], Any]:
@@ -95,6 +97,8 @@ def compare(
         contestant.timed()
     actions = {name: c.actions(counter) if counter else None for name, c in contestants.items()}
     seconds = mirrored_rounds({name: contestant.timed for name, contestant in contestants.items()}, rounds)
+    for contestant in contestants.values():
+        contestant.close()
     return {name: Measured(median(seconds[name]), actions[name]) for name in contestants}
 
 
@@ -102,7 +106,8 @@ def gradients_differ(model: nn.Sequential, x: torch.Tensor, targets: torch.Tenso
     """Names of the parameters whose gradient through the runtime is not plain `loss.backward()`'s, bit for bit."""
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
     lm_loss(plain(x), targets).backward()
-    EAERuntime(ours).train_step(x, lm_loss, targets=targets)
+    with EAERuntime(ours) as runtime:
+        runtime.train_step(x, lm_loss, targets=targets)
     expected = dict(plain.named_parameters())
     different = []
     for name, parameter in ours.named_parameters():

@@ -47,8 +47,8 @@ def batch(text: torch.Tensor, rows: int, length: int, generator: torch.Generator
 def entropies(text: torch.Tensor) -> tuple[float, float]:
     """Unigram and bigram entropy in nats a byte.
 
-    That is the loss of a model that knows how frequent each byte is, and of one that knows how frequent each byte is after
-    the one before it.
+    That is the loss of a model that knows how frequent each byte is, and of one that knows how frequent each byte is
+    after the one before it.
     """
     codes = text.long()
     pairs = torch.bincount(codes[:-1] * VOCABULARY + codes[1:], minlength=VOCABULARY**2).double()
