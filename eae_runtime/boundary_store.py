@@ -74,6 +74,9 @@ class BoundaryStore:
         self.precision = parse_precision(precision, "precision")
         self.pin_memory = bool(pin_memory) and torch.cuda.is_available()
         self.timeout = timeout
+        # Whether a boundary has to be moved to where it waits and loaded back; a codec is such a move on the device
+        # too.
+        self._moves = self.offload or _CODECS[self.precision] != "raw"
         self._closed = False
         # What the core does not bring back by itself: tensors that were moved or cast before they went in.
         self._origin: dict[int, list[tuple[torch.device, torch.dtype]]] = {}
@@ -84,6 +87,7 @@ class BoundaryStore:
             "max_bytes": max_bytes or 0,
             "async": is_async,
             "pin": self.pin_memory,
+            "timeout_seconds": timeout,
         }
         self._handle: int = _bridge.call("StoreNew", json.dumps(spec))
         self._finalizer = weakref.finalize(self, _close, self._handle)
@@ -98,7 +102,7 @@ class BoundaryStore:
         address = _bridge.export(kept)
         try:
             _bridge.core.api_StoreCopy(self._handle, idx, address)
-            if self.offload:
+            if self._moves:
                 _bridge.core.api_StoreMove(self._handle, idx)
         except RuntimeError as error:
             self._fail(error)
@@ -112,7 +116,7 @@ class BoundaryStore:
         """
         if idx not in self:
             raise StoreKeyError(f"boundary {idx} is not in the store")
-        if self.offload:
+        if self._moves:
             self.load(idx)
         tensor = self.fetch(idx)
         assert isinstance(tensor, torch.Tensor)
@@ -183,7 +187,7 @@ class BoundaryStore:
 
     def fetch(self, key: int) -> torch.Tensor:
         """The boundary's tensor; waits for a load that is under way."""
-        if self.offload:
+        if self._moves:
             self._wait(key)
         try:
             tensor = _bridge.adopt(_bridge.core.api_StoreGet(self._handle, key))
@@ -193,7 +197,7 @@ class BoundaryStore:
 
     def fetch_all(self, key: int) -> list[torch.Tensor]:
         """The tensors of a boundary of several, in the order in which they were given."""
-        if self.offload:
+        if self._moves:
             self._wait(key)
         try:
             reply = _bridge.core.api_StoreGetN(self._handle, key)

@@ -23,8 +23,9 @@ class AdjointPipeline:
     """Applies `passes` one after another. The list may be changed between runs.
 
     Each pass's name goes into the adjoint's history; its time into the profiler as `pass:NAME`; an event PassApplied
-    (pass_name, layer_id, elapsed_seconds) tells of it. Consecutive passes of the Go core are one call: their events
-    follow together, each with the time that the core measured for it.
+    (pass_name, layer_id, elapsed_seconds) tells of it. Consecutive passes of the Go core are one call that takes the
+    data through all of them block by block, so there is no time of each: the call's time is shared out equally, and
+    their events follow together.
     """
 
     def __init__(
@@ -112,20 +113,19 @@ class AdjointPipeline:
         self, start: int, passes: tuple[CorePass, ...], adjoints: list[AdjointState], context: Context
     ) -> list[AdjointState]:
         busy = tuple(item for item in passes if not item.idle(context))
-        seconds: list[float] = []
+        start_time = time.perf_counter()
         if busy:
             chain = self._chains.get(start)
             if chain is None or chain.key != CoreChain.key_of(busy):
                 chain = self._chains[start] = CoreChain(busy)
-            timed = self._timed()
-            adjoints, seconds = apply_core(chain, busy, adjoints, context, timed)
+            adjoints = apply_core(chain, busy, adjoints, context)
         else:
             adjoints = [adjoint.clone() for adjoint in adjoints]
-        took = dict(zip(map(id, busy), seconds, strict=False))
+        share = (time.perf_counter() - start_time) / max(1, len(busy))
         for item in passes:
             for adjoint in adjoints:
                 adjoint.record(item.name)
-            self._tell(item.name, adjoints[0].layer_id, took.get(id(item), 0.0))
+            self._tell(item.name, adjoints[0].layer_id, share if item in busy else 0.0)
         return adjoints
 
     def _run_python(self, item: AnyPass, adjoints: list[AdjointState], context: Context) -> list[AdjointState]:
@@ -139,11 +139,6 @@ class AdjointPipeline:
         context.pop("tensor_index", None)
         self._tell(name, made[0].layer_id, time.perf_counter() - start)
         return made
-
-    def _timed(self) -> bool:
-        """Whether anyone wants to know how long a pass took."""
-        profiled = self.profiler is not None and self.profiler.enabled
-        return profiled or self.event_bus.wants(EventType.PASS_APPLIED)
 
     def _tell(self, name: str, layer_id: int, seconds: float) -> None:
         if self.profiler is not None:

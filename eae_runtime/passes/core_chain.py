@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["CoreChain", "Report", "core_context"]
 
-# `seconds` that the pass took, and what it has to say as `values`.
+# `name` of the pass, and what it has to say by key: numbers, booleans and strings; lists of them for several tensors.
 Report = dict[str, Any]
 
 
 def core_context(context: dict[str, Any], boundary: int, *, report: bool, stats: bool) -> str:
     """The part of a pass's context that the core reads. An unknown step is -1, unknown rows and weight are 0.
 
-    report  whether the reply shall tell what each pass reports and how long it took
+    report  whether the reply shall tell what each pass reports
     stats   whether the logging pass shall measure
     """
     get = context.get

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ..adjoint import AdjointState
 from .base import Context, EAEPass
-from .core_chain import CoreChain, core_context
+from .core_chain import CoreChain, Report, core_context
 
 __all__ = ["CorePass", "apply_core"]
 
@@ -44,7 +44,7 @@ class CorePass(EAEPass):
             return adjoint.clone()
         if self._own is None or self._own.key != CoreChain.key_of((self,)):
             self._own = CoreChain((self,))
-        [new], _ = apply_core(self._own, (self,), [adjoint], context, timed=False)
+        [new] = apply_core(self._own, (self,), [adjoint], context)
         return new
 
     def state(self) -> Any:
@@ -75,19 +75,16 @@ class CorePass(EAEPass):
 
 
 def apply_core(
-    chain: CoreChain, passes: tuple[CorePass, ...], adjoints: list[AdjointState], context: Context, timed: bool
-) -> tuple[list[AdjointState], list[float]]:
+    chain: CoreChain, passes: tuple[CorePass, ...], adjoints: list[AdjointState], context: Context
+) -> list[AdjointState]:
     """Applies a chain made for these passes to the adjoints of one boundary. The new adjoints have the passes in no
-    history yet.
-
-    Also gives the seconds that each pass took, if `timed`.
-    """
+    history yet."""
     chain.settle(passes)
     noting = [type(item).note is not CorePass.note for item in passes]
     asked = core_context(
         context,
         adjoints[0].layer_id,
-        report=timed or any(noting),
+        report=any(noting),
         stats=any(item.core_name == "logging" for item in passes),
     )
     tensors, reports = chain.apply([adjoint.tensor for adjoint in adjoints], asked)
@@ -97,6 +94,15 @@ def apply_core(
         new.tensor = tensor
         made.append(new)
     for item, notes, report in zip(passes, noting, reports, strict=False):
-        for new in made if notes else ():
-            item.note(new, report["values"], context)
-    return made, [report["seconds"] for report in reports]
+        for index, new in enumerate(made if notes else ()):
+            item.note(new, _share(report, index, len(made)), context)
+    return made
+
+
+def _share(report: Report, index: int, count: int) -> dict[str, Any]:
+    """What a report says of one tensor: its entry of each list, and all that holds for the boundary as a whole."""
+    return {
+        key: value[index] if isinstance(value, list) and len(value) == count else value
+        for key, value in report.items()
+        if key != "name"
+    }
