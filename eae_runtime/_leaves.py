@@ -14,9 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import Variable
 
 __all__ = ["capture", "accumulate", "graph_leaves", "held_back", "reaches"]
+
+
+# What `torch.autograd.backward` and `grad` call in the end. Their own checks cost more than a small block's VJP.
+_run_backward = Variable._execution_engine.run_backward
 
 
 def graph_leaves(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -24,25 +28,23 @@ def graph_leaves(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     leaf counts."""
     found: dict[int, torch.Tensor] = {}
     stack: list[Any] = []
-    seen: set[Any] = set()
     for root in roots:
         node = root.grad_fn
-        if node is None:
-            if root.requires_grad:
-                found[id(root)] = root
-        elif node not in seen:
-            seen.add(node)
+        if node is not None:
             stack.append(node)
+        elif root.requires_grad:
+            found[id(root)] = root
+    seen = set(stack)
     while stack:
         for following, _ in stack.pop().next_functions:
-            if following is None or following in seen:
-                continue
-            seen.add(following)
-            leaf = getattr(following, "variable", None)
-            if leaf is None:
-                stack.append(following)
-            else:
-                found[id(leaf)] = leaf
+            if following is not None and following not in seen:
+                seen.add(following)
+                try:
+                    leaf = following.variable
+                except AttributeError:
+                    stack.append(following)
+                else:
+                    found[id(leaf)] = leaf
     return list(found.values())
 
 
@@ -69,9 +71,8 @@ def reaches(root: torch.Tensor, targets: Sequence[torch.Tensor]) -> bool:
 
 
 def accumulate(roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], retain: bool = False) -> None:
-    """One VJP that adds into `.grad` of every leaf below `roots`. The engine is called directly: the checks of
-    `torch.autograd.backward` cost more than a small block."""
-    _engine_run_backward(tuple(roots), tuple(grads), retain, False, (), allow_unreachable=True, accumulate_grad=True)
+    """One VJP that adds into `.grad` of every leaf below `roots`."""
+    _run_backward(tuple(roots), tuple(grads), retain, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def capture(
@@ -82,7 +83,7 @@ def capture(
 ) -> tuple[torch.Tensor | None, ...]:
     """One VJP that returns the gradients of `inputs` (None for one that the graph does not reach) and leaves `.grad` alone."""
     return tuple(
-        _engine_run_backward(
+        _run_backward(
             tuple(roots), tuple(grads), retain, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
         )
     )

@@ -19,7 +19,7 @@ from ._leaves import graph_leaves, reaches
 from ._sharing import Collector, SharedLeaves
 from .adjoint import AdjointState
 from .blockcall import BlockCall, Environment, Rebuilt, Record, RestartStep
-from .boundary_store import BoundaryStore, key_of
+from .boundary_store import BoundaryStore
 from .errors import LossError, PassError, RebuildMismatchError
 from .events import EventBus, EventType
 from .pipeline import AdjointPipeline
@@ -122,7 +122,7 @@ class Sweep:
         self._guards: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._graphs: dict[tuple[int, int], Rebuilt] = {}
         self._adjoints: dict[int, list[torch.Tensor | None]] = {}
-        self._metadata: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        self._metadata: dict[tuple[int, int], dict[str, Any]] = {}
         self._roots: dict[int, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
         self._loss_fn: Loss | None = None
         self._losses: list[tuple[torch.Tensor, float]] = []
@@ -144,6 +144,8 @@ class Sweep:
         }
         for m, value in enumerate(inputs):
             tensors, shape = _tree.flatten(value)
+            # An inference tensor has no version counter and cannot be saved by autograd; a copy can.
+            tensors = [t.clone() if t.is_inference() else t for t in tensors]
             needs = tuple([(t.requires_grad or need_input_grad) and (t.is_floating_point() or t.is_complex()) for t in tensors])
             if any(t.requires_grad for t in tensors):
                 self._originals[m] = tensors
@@ -169,11 +171,11 @@ class Sweep:
             self.where = action
             kind, block, microbatch = action
             name = f"{block}{kind}{'*' if microbatch == ALL else microbatch}"
-            start = time.perf_counter()
+            start = time.time_ns()
             with record_function(name):
                 self._ops[kind](block, microbatch)
             if trace is not None:
-                trace.add("executor", name, start, time.perf_counter(), self.chain.store)
+                trace.add("executor", name, start, time.time_ns(), self.chain.store)
         self.where = None
 
     def finish(self) -> None:
@@ -201,7 +203,8 @@ class Sweep:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def _advance(self, b: int, m: int, keep_graph: bool) -> tuple[list[torch.Tensor], Record, Rebuilt | None]:
-        self.finish()
+        if self._resume is not None:
+            self.finish()
         tensors, shape, needs = self._now[m]
         call = self.chain.calls[b]
         outputs, out_needs, record, rebuilt = call.forward(tensors, shape, needs, self._env, keep_graph, self._undo)
@@ -233,23 +236,27 @@ class Sweep:
     # -- boundaries ------------------------------------------------------------------------------------------------
 
     def _put(self, b: int, m: int, tensors: list[torch.Tensor]) -> None:
-        key = key_of(b, m)
-        guards = self.chain.store.adopt(key, tensors)
-        if guards is not None:
-            self._guards[key] = guards
+        key = b + (m << 20)
+        if len(tensors) == 1:
+            tensor = tensors[0]
+            self._guards[key] = [(tensor, tensor._version)]
+            self.chain.store.adopt(key, tensor)
+        else:
+            self._guards[key] = [(t, t._version) for t in tensors]
+            self.chain.store.adopt(key, tensors)
 
     def _store(self, b: int, m: int) -> None:
         if b or m not in self._originals:
-            key = key_of(b, m)
+            key = b + (m << 20)
             self.chain.store.move(key)
             self._guards.pop(key, None)
 
     def _load(self, b: int, m: int) -> None:
         if b or m not in self._originals:
-            self.chain.store.load(key_of(b, m))
+            self.chain.store.load(b + (m << 20))
 
     def _drop(self, b: int, m: int) -> None:
-        key = key_of(b, m)
+        key = b + (m << 20)
         self._guards.pop(key, None)
         events = self.chain.events
         if events.active and events.wants(EventType.MEMORY_RELEASED):
@@ -263,14 +270,16 @@ class Sweep:
     def _fetch(self, b: int, m: int) -> list[torch.Tensor]:
         if not b and m in self._originals:
             return self._originals[m]
-        key = key_of(b, m)
+        key = b + (m << 20)
         for tensor, version in self._guards.get(key, ()):
             if tensor._version != version:
                 raise RebuildMismatchError(
                     f"{self.chain.calls[b].where(f'{b}R{m}')}: its input, boundary {b}, was modified in place after the forward. "
                     "Do not write to the model's input or to a block's output between forward and backward"
                 )
-        return self.chain.store.fetch(key)
+        if self.records[b, m].in_shape.spec is None:
+            return [self.chain.store.fetch(key)]
+        return self.chain.store.fetch_all(key)
 
     # -- loss ------------------------------------------------------------------------------------------------------
 
@@ -485,13 +494,15 @@ class Sweep:
         length = len(self.chain.calls)
         name = "output" if b == length else self.chain.calls[b].name
         context = {"block_index": b, "block_name": name, "microbatch": m}
-        metadata, history = self._metadata.get(m, ({}, []))
-        for number, adjoint in enumerate(adjoints):
-            if adjoint is None:
-                continue
-            state = AdjointState(tensor=adjoint.detach(), layer_id=b, block=name, metadata=dict(metadata))
+        states = []
+        numbers = [n for n, a in enumerate(adjoints) if a is not None]
+        for n in numbers:
+            adjoint = adjoints[n]
+            assert adjoint is not None
+            state = AdjointState(tensor=adjoint.detach(), layer_id=b, block=name, metadata=dict(self._metadata.get((m, n), {})))
             if b < length:
                 state.record(f"reconstruct:{name}")
-            state = self.chain.pipeline.run(state, context)
-            adjoints[number] = state.tensor
-            self._metadata[m] = (state.metadata, history)
+            states.append(state)
+        for n, state in zip(numbers, self.chain.pipeline.run_all(states, context), strict=True):
+            adjoints[n] = state.tensor
+            self._metadata[m, n] = state.metadata

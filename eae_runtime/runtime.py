@@ -187,7 +187,7 @@ class EAERuntime:
                 "keep_output": split,
                 "passes": with_passes,
                 "input_grad": input_grad,
-                "tier": self.boundary_store.schedule_tier,
+                "tier": self._schedule_tier(),
                 "prefetch": self.config.prefetch,
             }
             scheduler = self.scheduler
@@ -195,6 +195,13 @@ class EAERuntime:
             assert isinstance(generator, GeneratedScheduler)
             program = self._programs[key] = Program(generator.schedule(spec))
         return program
+
+    def _schedule_tier(self) -> str:
+        """The tier that the schedule moves boundaries to. A codec on the device tier is a move as well."""
+        store = self.boundary_store
+        if store.tier == "device" and store.precision in (torch.float16, torch.bfloat16):
+            return "host"
+        return store.tier
 
     def _custom(self) -> bool:
         """Whether the scheduler is a user's own `run`."""
@@ -304,7 +311,7 @@ class EAERuntime:
                     f"parameter {self._name_of(parameter)} was changed between forward() and backward(); run forward() again"
                 )
         gradients: dict[torch.Tensor, torch.Tensor] = {}
-        states = self.pipeline.snapshot()
+        states = self.pipeline.state() if self.pipeline.stateful else None
         try:
             with self.profiler.track("reverse_pass"), torch.enable_grad():
                 sweep.out_values[ALL if sweep.parts > 1 else 0] = _tree.flatten(output)[0]
@@ -321,7 +328,7 @@ class EAERuntime:
         except BaseException as error:
             self._explain(error, sweep)
             sweep.finish()
-            self.pipeline.restore(states)
+            self._restore_passes(states)
             if not isinstance(error, LossError):
                 self._drop_sweep()
             raise
@@ -455,7 +462,7 @@ class EAERuntime:
         sweep = self._new_sweep(x, parts, tensors, keep_output=False)
         parameters = self._parameters()
         before = Gradients(parameters)
-        states = self.pipeline.snapshot()
+        states = self.pipeline.state() if self.pipeline.stateful else None
         try:
             if events.active and events.wants(EventType.TRAIN_STEP_STARTED):
                 events.emit(EventType.TRAIN_STEP_STARTED)
@@ -480,7 +487,7 @@ class EAERuntime:
                 self._explain(error, sweep)
             sweep.undo()
             before.restore()
-            self.pipeline.restore(states)
+            self._restore_passes(states)
             raise
         sweep.release()
         return self._commit(total, parameters)
@@ -550,6 +557,10 @@ class EAERuntime:
         """The blocks' parameters, in order; one that several blocks share comes once a block, as in 0.1.1."""
         for block in self.blocks:
             yield from block.parameters()
+
+    def _restore_passes(self, states: list[Any] | None) -> None:
+        if states is not None:
+            self.pipeline.load_state(states)
 
     # -- small parts -----------------------------------------------------------------------------------------------
 

@@ -29,10 +29,11 @@ class Trace:
         """The recorder's handle, for parts of the core that record spans of their own."""
         return self._handle
 
-    def add(self, lane: str, name: str, start: float, end: float, store: BoundaryStore | None = None) -> None:
-        """One span: seconds of `time.perf_counter()`. With a store, also its bytes at the end."""
-        bytes_now = store.memory_bytes() if store is not None else -1
-        self._lines.append(f"{lane}\t{name}\t{round(start * 1e9)}\t{round(end * 1e9)}\t{bytes_now}")
+    def add(self, lane: str, name: str, start: int, end: int, store: BoundaryStore | None = None) -> None:
+        """One span, in nanoseconds of `time.time_ns()`. With a store, also its bytes at the end as a value of the counter track."""
+        self._lines.append(f"{lane}\t{name}\t{start}\t{end}")
+        if store is not None:
+            self._lines.append(f"bytes\t{end}\t{store.memory_bytes()}")
         if len(self._lines) >= _BATCH:
             self.flush()
 
