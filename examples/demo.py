@@ -3,7 +3,7 @@
 A decoder-only transformer of the paper's shape (embedding, pre-norm blocks with grouped-query attention, RoPE and
 SwiGLU, tied head) learns the running Python's own standard-library sources, byte by byte. About two minutes on 2 cores:
 
-    python examples/demo.py [--seconds 75 | --steps N] [--out demo_out]
+    python examples/demo.py [--seconds 90 | --steps N] [--out demo_out]
 
 1. one step's gradients, bit for bit, against plain `loss.backward()`
 2. step time and peak bytes against plain backward and torch.utils.checkpoint, in turn, and a picture of the bytes
@@ -45,7 +45,7 @@ SECONDS_BETWEEN_LINES = 10
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--seconds", type=float, default=75, help="how long to train")
+    options.add_argument("--seconds", type=float, default=90, help="how long to train")
     options.add_argument("--steps", type=int, help="train this many steps instead, however long they take")
     options.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the picture")
     given = options.parse_args()
