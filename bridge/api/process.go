@@ -6,6 +6,7 @@ import (
 	"runtime"
 
 	"github.com/eae-runtime/eae-runtime/bridge/dlpack"
+	"github.com/eae-runtime/eae-runtime/bridge/libtorch"
 	"github.com/eae-runtime/eae-runtime/bridge/offheap"
 )
 
@@ -17,12 +18,15 @@ func Version() (string, error) { return value(func() (string, error) { return ve
 
 // census is what Live reports.
 type census struct {
-	Buffers    int64 `json:"buffers"`    // tensors handed out that their consumer still holds
-	Bytes      int64 `json:"bytes"`      // bytes allocated outside Go's heap
-	Files      int   `json:"files"`      // open file descriptors of the process
-	Goroutines int   `json:"goroutines"` // of the whole process
-	Tensors    int64 `json:"tensors"`    // tensors from outside that the core still holds
-	FailedFree int64 `json:"failed_releases"`
+	Pools      int64 `json:"pools"`
+	Chains     int64 `json:"chains"`
+	Traces     int64 `json:"traces"`
+	Buffers    int64 `json:"buffers"`         // tensors handed out that their consumer still holds
+	Bytes      int64 `json:"bytes"`           // bytes allocated outside Go's heap
+	Files      int   `json:"files"`           // open file descriptors of the process
+	Goroutines int   `json:"goroutines"`      // of the whole process
+	Tensors    int64 `json:"tensors"`         // tensors from outside that the core still holds
+	FailedFree int64 `json:"failed_releases"` // release functions that panicked
 }
 
 // Live says what the core holds at this moment, as JSON. Tests compare it before and after.
@@ -31,6 +35,7 @@ func Live() (string, error) {
 		dlpack.Drain()
 		counts := dlpack.Live()
 		now := census{
+			Pools: pools.live(), Chains: chains.live(), Traces: traces.live(),
 			Buffers: counts.Exported, Bytes: offheap.Live(), Files: openFiles(), Goroutines: runtime.NumGoroutine(),
 			Tensors: counts.Imported, FailedFree: counts.Failed,
 		}
@@ -46,6 +51,12 @@ func openFiles() int {
 	}
 	// The folder itself was open while it was read.
 	return len(entries) - 1
+}
+
+// LoadTorch looks up torch's operators in the libtorch_cpu at that path, which must be in the process already. Passes need them only
+// for tensors that are not in host memory.
+func LoadTorch(path string) error {
+	return guard(func() error { return libtorch.Open(path, false) })
 }
 
 // DrainReleases runs the queued deleters on the calling thread and gives their number.
