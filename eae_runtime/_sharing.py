@@ -22,17 +22,17 @@ class SharedLeaves:
     """
 
     def __init__(self, readers: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> None:
-        units: dict[int, list[int]] = {}
+        units: dict[int, set[int]] = {}
         leaves: dict[int, torch.Tensor] = {}
         for unit, read in readers:
             for leaf in read:
                 leaves[id(leaf)] = leaf
-                units.setdefault(id(leaf), []).append(unit)
+                units.setdefault(id(leaf), set()).add(unit)
         self._of: dict[int, list[tuple[torch.Tensor, bool]]] = {}
         for key, numbers in units.items():
             if len(numbers) > 1:
                 first = min(numbers)
-                for unit in numbers:
+                for unit in sorted(numbers):
                     self._of.setdefault(unit, []).append((leaves[key], unit == first))
 
     def of(self, unit: int) -> Sequence[tuple[torch.Tensor, bool]]:

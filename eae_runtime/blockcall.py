@@ -32,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from . import _tree
 from ._ambient import Autocast, Generators
 from ._leaves import graph_leaves
+from ._structure import Structure
 from .errors import RebuildMismatchError, TensorTypeError
 
 # The callers of `forward` and `rebuild` have grad mode on.
@@ -56,25 +57,33 @@ class RestartStep(Exception):  # noqa: N818 - a signal between executor and runt
 
 
 class Environment:
-    """What surrounds the blocks of one forward sweep: the generators in use and the autocast state of the caller."""
+    """What surrounds the blocks of one forward sweep: the generators in use and the autocast state of the caller.
 
-    __slots__ = ("autocast", "generators")
+    `reentered` says whether the calling thread is in that state right now, with grad mode on: then a rebuild has nothing to enter.
+    """
+
+    __slots__ = ("autocast", "generators", "reentered")
 
     def __init__(self, generators: Generators, device_types: tuple[str, ...]) -> None:
         self.generators = generators
         self.autocast = Autocast(device_types)
+        self.reentered = False
+
+    def look(self) -> None:
+        """Sets `reentered`; call it before the first rebuild of a run of rebuilds."""
+        self.reentered = torch.is_grad_enabled() and self.autocast.matches_now()
 
 
 class Facts:
     """What is known of a block in one mode, for one class of input shapes."""
 
-    __slots__ = ("flags", "leaves", "learned", "no_grad", "out_needs", "seen", "writes", "written_buffers")
+    __slots__ = ("leaves", "learned", "no_grad", "out_needs", "seen", "structure", "writes", "written_buffers")
 
-    def __init__(self, flags: list[tuple[nn.Module, bool]]) -> None:
+    def __init__(self, structure: Structure) -> None:
         # Forwards without a kept graph so far, and whether any forward has shown which inputs are written.
         self.seen = 0
         self.learned = False
-        self.flags = flags
+        self.structure = structure
         self.no_grad: bool | None = None
         self.writes: set[int] = set()
         self.written_buffers: set[tuple[int, str]] | None = None
@@ -195,85 +204,39 @@ class BlockCall:
             type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in module.modules()
         )
         self._keep_saved = False
-        self.parameters: list[nn.Parameter] = []
-        self._flags: list[tuple[nn.Module, bool]] = []
-        self._buffers: list[dict[str, Any]] = []
+        self.structure = Structure(module)
+        # How often the structure has changed: what is derived from it elsewhere is then made anew.
+        self.scans = 0
         self._last: tuple[Any, tuple[bool, ...], Autocast, Facts] | None = None
-        self._scan()
 
-    def where(self, action: str = "") -> str:
-        """How messages name this block."""
-        return f"block {self.index} ({self.name})" + (f", action {action}" if action else "")
+    def where(self, action: tuple[int, str, int] | None = None) -> str:
+        """How messages name this block, and an action on it."""
+        return f"block {self.index} ({self.name})" + (f", action {action[0]}{action[1]}{action[2]}" if action else "")
 
-    def trainable(self) -> bool:
-        """Whether a parameter of the block requires grad, as far as known from its last new structure."""
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                return True
-        return False
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The block's parameters, as of its last new structure."""
+        return self.structure.parameters
 
     # -- structure -------------------------------------------------------------------------------------------------
 
-    def _scan(self) -> None:
-        """Learns the structure of the module: everything about it that can change what its forward does to leaves (submodules,
-        training flags, hooks, parameters and whether they require grad), and its buffers."""
-        signature: list[Any] = []
-        modules: list[Any] = []
-        parameters: list[Any] = []
-        self._flags = []
-        self._buffers = []
-        stack = [self.module]
-        while stack:
-            module = stack.pop()
-            children = tuple(m for m in module._modules.values() if m is not None)
-            hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-            modules.append((module, module.training, hooks, len(module._parameters), len(module._modules), children))
-            signature.append((module, module.training, hooks))
-            self._flags.append((module, module.training))
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    parameters.append((module._parameters, name, parameter, parameter.requires_grad))
-                    signature.append((id(parameter), parameter.requires_grad))
-            if module._buffers:
-                self._buffers.append(module._buffers)
-            stack.extend(children)
-        self._module_checks = modules
-        self._parameter_checks = parameters
-        self._signature = tuple(signature)
-        self._last = None
-        self.parameters = list(self.module.parameters())
-
-    def _is_as_scanned(self) -> bool:
-        """Whether the structure is still the one that `_scan` saw. Comparing is several times cheaper than scanning anew."""
-        for module, training, hooks, count, width, children in self._module_checks:
-            if (
-                module.training is not training
-                or len(module._parameters) != count
-                or len(module._forward_hooks) + len(module._forward_pre_hooks) != hooks
-                or len(module._modules) != width
-            ):
-                return False
-            if width:
-                for a, b in zip(module._modules.values(), children):  # noqa: B905 - a None child ends up unequal
-                    if a is not b:
-                        return False
-        for home, name, parameter, requires_grad in self._parameter_checks:
-            if home.get(name) is not parameter or parameter.requires_grad is not requires_grad:
-                return False
-        return True
+    def refresh(self) -> None:
+        """Looks at the module anew if it is not what it was."""
+        if not self.structure.holds():
+            self.structure = Structure(self.module)
+            self._last = None
+            self.scans += 1
 
     def facts_for(self, tensors: Sequence[torch.Tensor], needs: tuple[bool, ...], autocast: Autocast) -> Facts:
-        """The facts for the block as it is now and this class of inputs, new ones if this is the first time."""
-        if not self._is_as_scanned():
-            self._scan()
+        """The facts for the structure of the last `refresh` and this class of inputs, new ones if this is the first time."""
         inputs = [(t.shape, t.dtype, t.stride()) for t in tensors]
         last = self._last
         if last is not None and last[0] == inputs and last[1] == needs and (last[2] is autocast or last[2] == autocast):
             return last[3]
-        key = (self._signature, needs, autocast if autocast.active else None, tuple(inputs))
+        key = (self.structure.signature, needs, autocast if autocast.active else None, tuple(inputs))
         facts = self._facts.get(key)
         if facts is None:
-            facts = self._facts[key] = Facts(self._flags)
+            facts = self._facts[key] = Facts(self.structure)
             if len(self._facts) > _MAX_FACTS:
                 self._facts.popitem(last=False)
         self._last = (inputs, needs, autocast, facts)
@@ -300,7 +263,7 @@ class BlockCall:
         """
         facts = self.facts_for(tensors, needs, env.autocast)
         record = Record(facts, shape, needs, env.generators.read(), env.autocast)
-        versions = self._guard_buffers(record) if self._buffers else None
+        versions = self._guard_buffers(record) if self.structure.buffers else None
         undo.append(record)
         if env.autocast.active:
             # Casts that were cached without a graph would cut the weights off.
@@ -485,7 +448,7 @@ class BlockCall:
         the versions now."""
         written = record.facts.written_buffers
         versions = []
-        for home in self._buffers:
+        for home in self.structure.buffers:
             for name, buffer in home.items():
                 if buffer is None:
                     continue
@@ -516,14 +479,22 @@ class BlockCall:
 
     # -- rebuild ---------------------------------------------------------------------------------------------------
 
-    def rebuild(self, record: Record, tensors: Sequence[torch.Tensor], generators: Generators, action: str) -> Rebuilt:
+    def rebuild(
+        self, record: Record, tensors: Sequence[torch.Tensor], env: Environment, action: tuple[int, str, int]
+    ) -> Rebuilt:
         """Runs the block again from its boundary under the state of `record`, with its graph. Leaves generators where the block left
         them; the caller puts them back once after the sweep.
 
         Raises RebuildMismatchError if the outputs have another structure, shape or type than in the forward.
         """
-        generators.write(record.random)
-        if self._is_as_at_forward(record):
+        env.generators.write(record.random)
+        structure = record.facts.structure
+        if (
+            env.reentered
+            and not record.buffers
+            and not record.autocast.active
+            and structure.training_is(structure.training)
+        ):
             rebuilt, value = self._run_with_graph(tensors, record.in_shape, record.needs, record.facts, learn=False)
         else:
             with self._as_at_forward(record):
@@ -551,19 +522,12 @@ class BlockCall:
             )
         return rebuilt
 
-    @staticmethod
-    def _is_as_at_forward(record: Record) -> bool:
-        """Whether nothing has to be put in place for the rebuild, as is usual."""
-        if record.buffers or record.autocast.active or not torch.is_grad_enabled() or not record.autocast.matches_now():
-            return False
-        for module, training in record.facts.flags:
-            if module.training is not training:
-                return False
-        return True
-
     @contextmanager
     def _as_at_forward(self, record: Record) -> Iterator[None]:
-        changed = [(m, m.training) for m, training in record.facts.flags if m.training is not training]
+        structure = record.facts.structure
+        changed = [
+            (m, m.training) for m, training in zip(structure.modules, structure.training, strict=True) if m.training is not training
+        ]
         for module, training in changed:
             module.training = not training
         swapped: list[tuple[dict[str, Any], str, Any]] = []

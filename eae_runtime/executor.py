@@ -82,6 +82,23 @@ class Chain:
     # Blocks that turned out to have leaves which are not among their parameters.
     hidden: set[int]
     step_payload: dict[str, Any]
+    _owned: tuple[int, dict[int, list[torch.Tensor]]] = (-1, {})
+
+    def co_owned(self, b: int) -> Sequence[torch.Tensor]:
+        """The parameters of block b that other blocks have registered too."""
+        scans = sum([call.scans for call in self.calls])
+        if self._owned[0] != scans:
+            owners: dict[int, set[int]] = {}
+            for call in self.calls:
+                for parameter in call.parameters:
+                    owners.setdefault(id(parameter), set()).add(call.index)
+            shared: dict[int, list[torch.Tensor]] = {}
+            for call in self.calls:
+                for parameter in call.parameters:
+                    if parameter.requires_grad and len(owners[id(parameter)]) > 1:
+                        shared.setdefault(call.index, []).append(parameter)
+            self._owned = (scans, shared)
+        return self._owned[1].get(b, ())
 
 
 def split_rows(value: Any, parts: int) -> list[Any]:
@@ -103,8 +120,12 @@ class Sweep:
     After a failure, `undo()` puts buffers and generators back and drops every boundary.
     """
 
-    def __init__(self, chain: Chain, inputs: Sequence[Any], *, need_input_grad: bool, keep_output: bool) -> None:
+    def __init__(
+        self, chain: Chain, inputs: Sequence[Any], *, need_input_grad: bool, keep_output: bool, number: int = 0
+    ) -> None:
         self.chain = chain
+        # How many sweeps there were before this one.
+        self.number = number
         self.records: dict[tuple[int, int], Record] = {}
         self.out_values: dict[int, Any] = {}
         self.loss: torch.Tensor | None = None
@@ -274,7 +295,7 @@ class Sweep:
         for tensor, version in self._guards.get(key, ()):
             if tensor._version != version:
                 raise RebuildMismatchError(
-                    f"{self.chain.calls[b].where(f'{b}R{m}')}: its input, boundary {b}, was modified in place after the forward. "
+                    f"{self.chain.calls[b].where((b, 'R', m))}: its input, boundary {b}, was modified in place after the forward. "
                     "Do not write to the model's input or to a block's output between forward and backward"
                 )
         if self.records[b, m].in_shape.spec is None:
@@ -406,7 +427,7 @@ class Sweep:
         if shared is None:
             length = len(self.chain.calls)
             readers: list[tuple[int, Sequence[torch.Tensor]]] = [
-                (b, self.records[b, m].facts.leaves) for b in range(length) if (b, m) in self.records
+                (b, [*self.records[b, m].facts.leaves, *self.chain.co_owned(b)]) for b in range(length) if (b, m) in self.records
             ]
             joined = m in self._roots
             if joined:
@@ -429,20 +450,29 @@ class Sweep:
         call = self.chain.calls[b]
         if self._resume is None:
             self._resume = self.chain.generators.read()
-        rebuilt = call.rebuild(record, self._fetch(b, m), self.chain.generators, f"{b}R{m}")
+            self._env.look()
+        rebuilt = call.rebuild(record, self._fetch(b, m), self._env, (b, "R", m))
+        if self.number < 2 or self.number % len(self.chain.calls) == b:
+            self._check_leaves(b, m, record, rebuilt)
+        self._graphs[b, m] = rebuilt
+
+    def _check_leaves(self, b: int, m: int, record: Record, rebuilt: Rebuilt) -> None:
+        """Looks for leaves that the block did not read before. Shared parameters are known without this; a leaf that is not registered
+        anywhere, read only now and then, by several blocks, is found here: in every block in the first two steps, then one block a
+        step, since the walk costs as much as half a small block's forward."""
+        call = self.chain.calls[b]
         new = call.learn_leaves(record, rebuilt)
         if new:
-            elsewhere = {
-                id(t) for (i, k), r in self.records.items() if k == m and i != b for t in r.facts.leaves
-            }
+            elsewhere = {id(t) for (i, k), r in self.records.items() if k == m and i != b for t in r.facts.leaves}
             if any(id(t) in elsewhere for t in new):
                 raise RestartStep(call.where() + " reads a leaf of another block that it did not read before")
-        self._graphs[b, m] = rebuilt
 
     def _vjp(self, b: int, m: int) -> None:
         record = self.records[b, m]
         rebuilt = self._graphs.pop((b, m), None)
         if rebuilt is None:
+            # Nothing flows through this block, but a running sum may wait for it.
+            self.collector.vjp([], [], [], (), self._sharing(m, ()).of(b))
             self._adjoints[m] = [None] * len(record.needs)
             return
         call = self.chain.calls[b]
@@ -459,7 +489,7 @@ class Sweep:
                 if adjoint is not None and output.requires_grad:
                     if adjoint.shape != output.shape:
                         raise PassError(
-                            f"{call.where(f'{b}V{m}')}: the adjoint has shape {list(adjoint.shape)}, the block's output "
+                            f"{call.where((b, 'V', m))}: the adjoint has shape {list(adjoint.shape)}, the block's output "
                             f"{list(output.shape)}; a pass must not change the shape"
                         )
                     roots.append(output)
@@ -467,7 +497,7 @@ class Sweep:
             leaves = record.facts.leaves
             adjoints = None
         inputs = rebuilt.inputs
-        rebuilt = None
+        del rebuilt
         self._adjoints[m] = self.collector.vjp(roots, grads, inputs, leaves, sharing.of(b))
         if self.chain.profiler.enabled and self._started:
             self.chain.profiler.record("reconstruct:" + call.name, time.perf_counter() - self._started)

@@ -41,12 +41,12 @@ class ReconstructionEngine:
         Raises PassError if the adjoint does not have the shape of the block's output.
         """
         call, record = self._run_of(block, input_activation, block_name)
-        generators = Generators([input_activation.device])
-        random = generators.read()
+        env = Environment(Generators([input_activation.device]), (input_activation.device.type,))
+        random = env.generators.read()
         try:
-            rebuilt = call.rebuild(record, [input_activation.detach()], generators, f"{max(adjoint.layer_id - 1, 0)}R0")
+            rebuilt = call.rebuild(record, [input_activation.detach()], env, (max(adjoint.layer_id - 1, 0), "R", 0))
         finally:
-            generators.write(random)
+            env.generators.write(random)
         output = rebuilt.outputs[0]
         if adjoint.tensor.shape != output.shape:
             raise PassError(

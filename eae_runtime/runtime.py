@@ -97,6 +97,7 @@ class EAERuntime:
         self._stats: dict[str, float] = {}
         self._sweep: Sweep | None = None
         self._sweep_versions: list[tuple[torch.Tensor, int]] = []
+        self._sweeps = 0
         self._closed = False
         calls = [
             BlockCall(block, name, i, config.compute_dtype)
@@ -173,7 +174,8 @@ class EAERuntime:
         needs = input_grad
         vjp = []
         for call in self._chain.calls:
-            needs = needs or call.index in self._chain.hidden or call.trainable()
+            call.refresh()
+            needs = needs or call.index in self._chain.hidden or call.structure.trainable
             vjp.append(needs)
         with_passes = len(self.pipeline) > 0
         key = (tuple(vjp), microbatches, split, targets, with_passes, input_grad)
@@ -243,9 +245,10 @@ class EAERuntime:
 
     def _new_sweep(self, x: Any, parts: int, tensors: list[torch.Tensor], *, keep_output: bool) -> Sweep:
         self._drop_sweep()
+        self._sweeps += 1
         self._chain.generators.add(t.device for t in tensors)
         inputs = [x] if parts == 1 else split_rows(x, parts)
-        return Sweep(self._chain, inputs, need_input_grad=self._need_input_grad(tensors), keep_output=keep_output)
+        return Sweep(self._chain, inputs, need_input_grad=self._need_input_grad(tensors), keep_output=keep_output, number=self._sweeps - 1)
 
     def _drop_sweep(self) -> None:
         if self._sweep is not None:
