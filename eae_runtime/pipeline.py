@@ -112,20 +112,21 @@ class AdjointPipeline:
     def _run_core(
         self, start: int, passes: tuple[CorePass, ...], adjoints: list[AdjointState], context: Context
     ) -> list[AdjointState]:
-        busy = tuple(item for item in passes if not item.idle(context))
-        start_time = time.perf_counter()
-        if busy:
+        busy = [not item.idle(context) for item in passes]
+        began = time.perf_counter()
+        if any(busy):
+            # Idle passes stay in the chain: a noise pass draws by its place there.
             chain = self._chains.get(start)
-            if chain is None or chain.key != CoreChain.key_of(busy):
-                chain = self._chains[start] = CoreChain(busy)
-            adjoints = apply_core(chain, busy, adjoints, context)
+            if chain is None or chain.key != CoreChain.key_of(passes):
+                chain = self._chains[start] = CoreChain(passes)
+            adjoints = apply_core(chain, passes, adjoints, context)
         else:
             adjoints = [adjoint.clone() for adjoint in adjoints]
-        share = (time.perf_counter() - start_time) / max(1, len(busy))
-        for item in passes:
+        share = (time.perf_counter() - began) / max(1, sum(busy))
+        for item, worked in zip(passes, busy, strict=True):
             for adjoint in adjoints:
                 adjoint.record(item.name)
-            self._tell(item.name, adjoints[0].layer_id, share if item in busy else 0.0)
+            self._tell(item.name, adjoints[0].layer_id, share if worked else 0.0)
         return adjoints
 
     def _run_python(self, item: AnyPass, adjoints: list[AdjointState], context: Context) -> list[AdjointState]:

@@ -208,7 +208,7 @@ def noise(count: int, item: GaussianNoisePass, pipeline: AdjointPipeline | None 
 def test_a_pass_has_one_state_wherever_it_is_used() -> None:
     want = noise(6, GaussianNoisePass(1.0, seed=3))
     item = GaussianNoisePass(1.0, seed=3)
-    one, two = AdjointPipeline([item]), AdjointPipeline([FP16Pass(), item])
+    one, two = AdjointPipeline([item]), AdjointPipeline([item, RegularizationPass()])
     got = noise(1, item, one) + noise(1, item, one) + noise(1, item) + noise(1, item, two) + noise(2, item)
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 

@@ -80,12 +80,12 @@ def apply_core(
     """Applies a chain made for these passes to the adjoints of one boundary. The new adjoints have the passes in no
     history yet."""
     chain.settle(passes)
-    noting = [type(item).note is not CorePass.note for item in passes]
+    noting = [type(item).note is not CorePass.note and not item.idle(context) for item in passes]
     asked = core_context(
         context,
         adjoints[0].layer_id,
         report=any(noting),
-        stats=any(item.core_name == "logging" for item in passes),
+        stats=any(notes and item.core_name == "logging" for notes, item in zip(noting, passes, strict=True)),
     )
     tensors, reports = chain.apply([adjoint.tensor for adjoint in adjoints], asked)
     made = []

@@ -13,6 +13,9 @@ from .core_pass import CorePass
 
 __all__ = ["BF16Pass", "FP8Pass", "FP16Pass", "Int8QuantizationPass"]
 
+# The core's names. "fn": finite, without infinities, so that what is too large becomes the largest value.
+_FORMATS = {"e4m3": "e4m3fn", "e5m2": "e5m2"}
+
 
 class FP16Pass(CorePass):
     """Rounds to float16 (nearest even) and back. Beyond 65504 the result is infinite."""
@@ -39,8 +42,10 @@ class Int8QuantizationPass(CorePass):
     core_name: ClassVar[str] = "int8"
 
     def note(self, adjoint: AdjointState, values: dict[str, Any], context: Context) -> None:
-        if "quantization_scale" in values:
-            adjoint.metadata["quantization_scale"] = values["quantization_scale"]
+        scale = values.get("quantization_scale")
+        # A list is the scales of those tensors of several that are not all zeros; whose is whose cannot be told.
+        if isinstance(scale, float):
+            adjoint.metadata["quantization_scale"] = scale
 
     def encode(self, tensor: torch.Tensor) -> tuple[torch.Tensor, float]:
         """The payload to send or keep: q (int8, of the tensor's shape) and the scale (0.0 for a tensor of zeros)."""
@@ -59,16 +64,18 @@ class Int8QuantizationPass(CorePass):
 
 
 class FP8Pass(CorePass):
-    """Rounds to an 8-bit float and back: "e4m3" (4 exponent bits, largest 448) or "e5m2" (5, largest 57344)."""
+    """Rounds to an 8-bit float and back: "e4m3" (4 exponent bits, largest 448) or "e5m2" (5, largest 57344).
+
+    Beyond the largest value, e4m3 stays at it and e5m2 becomes infinite.
+    """
 
     name = "FP8Pass"
     core_name: ClassVar[str] = "fp8"
-    FORMATS: ClassVar[tuple[str, ...]] = ("e4m3", "e5m2")
 
     def __init__(self, format: str = "e4m3") -> None:
-        if format not in self.FORMATS:
-            raise ConfigError(f"format={format!r}: allowed are {', '.join(map(repr, self.FORMATS))}")
+        if format not in _FORMATS:
+            raise ConfigError(f"format={format!r}: allowed are {', '.join(map(repr, _FORMATS))}")
         self.format = format
 
     def params(self) -> dict[str, Any]:
-        return {"format": self.format}
+        return {"format": _FORMATS[self.format]}

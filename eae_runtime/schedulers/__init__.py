@@ -30,14 +30,14 @@ _BY_NAME: dict[str, tuple[Callable[..., BaseScheduler], tuple[str, ...]]] = {
 }
 
 
-def build_scheduler(name: str | BaseScheduler | type[BaseScheduler], **kwargs: Any) -> BaseScheduler:
+def build_scheduler(spec: str | BaseScheduler | type[BaseScheduler], **kwargs: Any) -> BaseScheduler:
     """A scheduler from its name ("sequential", "async", "pipeline", "distributed") and the options it takes; others are ignored. An
     instance is returned as it is, a class is called. Raises ConfigError (a ValueError) on an unknown name."""
-    if isinstance(name, BaseScheduler):
-        return name
-    if isinstance(name, type) and issubclass(name, BaseScheduler):
-        return name()
-    if not isinstance(name, str) or name not in _BY_NAME:
-        raise ConfigError(f"unknown scheduler {name!r}; choose one of {', '.join(_BY_NAME)}, or give a BaseScheduler")
-    make, options = _BY_NAME[name]
+    if isinstance(spec, BaseScheduler):
+        return spec
+    if isinstance(spec, type) and issubclass(spec, BaseScheduler):
+        return spec()
+    if not isinstance(spec, str) or spec not in _BY_NAME:
+        raise ConfigError(f"unknown scheduler {spec!r}; choose one of {', '.join(_BY_NAME)}, or give a BaseScheduler")
+    make, options = _BY_NAME[spec]
     return make(**{key: kwargs[key] for key in options if key in kwargs})
