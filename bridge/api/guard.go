@@ -23,7 +23,7 @@ func guard(body func() error) (err error) {
 		if p := recover(); p != nil {
 			err = fmt.Errorf("BridgeError|the core panicked (please report this): %v\n%s", p, debug.Stack())
 		}
-		dlpack.Drain()
+		drain()
 	}()
 	if fault := body(); fault != nil {
 		return coded(fault)
@@ -45,3 +45,9 @@ func value[T any](body func() (T, error)) (result T, err error) {
 }
 
 func coded(err error) error { return fmt.Errorf("%s|%w", errs.Code(err), err) }
+
+// drain runs what the stores' workers have left to this thread, and then the deleters of tensors from outside; it gives the number of these.
+func drain() int {
+	releases.Drain()
+	return dlpack.Drain()
+}

@@ -8,6 +8,7 @@ import (
 	"github.com/eae-runtime/eae-runtime/bridge/dlpack"
 	"github.com/eae-runtime/eae-runtime/bridge/libtorch"
 	"github.com/eae-runtime/eae-runtime/bridge/offheap"
+	"github.com/eae-runtime/eae-runtime/gocore/boundary"
 )
 
 // version is the package's version; a test compares it with pyproject.toml.
@@ -18,6 +19,8 @@ func Version() (string, error) { return value(func() (string, error) { return ve
 
 // census is what Live reports.
 type census struct {
+	Stores     int64 `json:"stores"`
+	Boundaries int   `json:"boundaries"`
 	Pools      int64 `json:"pools"`
 	Chains     int64 `json:"chains"`
 	Traces     int64 `json:"traces"`
@@ -32,16 +35,26 @@ type census struct {
 // Live says what the core holds at this moment, as JSON. Tests compare it before and after.
 func Live() (string, error) {
 	return value(func() (string, error) {
-		dlpack.Drain()
+		drain()
 		counts := dlpack.Live()
 		now := census{
-			Pools: pools.live(), Chains: chains.live(), Traces: traces.live(),
+			Stores: stores.live(), Boundaries: boundaries(), Pools: pools.live(), Chains: chains.live(), Traces: traces.live(),
 			Buffers: counts.Exported, Bytes: offheap.Live(), Files: openFiles(), Goroutines: runtime.NumGoroutine(),
 			Tensors: counts.Imported, FailedFree: counts.Failed,
 		}
 		text, err := json.Marshal(now)
 		return string(text), err
 	})
+}
+
+// boundaries is the number of boundaries in all stores.
+func boundaries() int {
+	total := 0
+	stores.objects.Range(func(_, store any) bool {
+		total += store.(*boundary.Store).Len()
+		return true
+	})
+	return total
 }
 
 func openFiles() int {
@@ -61,7 +74,7 @@ func LoadTorch(path string) error {
 
 // DrainReleases runs the queued deleters on the calling thread and gives their number.
 func DrainReleases() (int64, error) {
-	return value(func() (int64, error) { return int64(dlpack.Drain()), nil })
+	return value(func() (int64, error) { return int64(drain()), nil })
 }
 
 // AtForkChild marks this process as a forked child: from now on every call fails and deleters do nothing.

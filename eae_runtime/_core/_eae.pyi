@@ -6,11 +6,35 @@ Each raises RuntimeError with the text "CODE|message"; a function without a resu
 def api_AtForkChild() -> str:
     """AtForkChild marks this process as a forked child: from now on every call fails and deleters do nothing."""
 
+def api_ChainApply(h: int, dls: str, about: str) -> str:
+    """ChainApply takes the tensors of one boundary, comma separated addresses, through the passes in one crossing. The tensors are not written; the
+    results, comma separated addresses, lie in pooled memory, and a tensor that no pass changes comes back as it is. about is a
+    JSON object {step, block, microbatch, loss_scale, rows, weight, report, stats}; with report the passes' reports follow on a second line."""
+
+def api_ChainClose(h: int) -> str:
+    """ChainClose ends the chain's workers and frees its idle memory; results that are alive stay valid. A second call does nothing."""
+
+def api_ChainMeta(h: int) -> str:
+    """ChainMeta gives what each pass reported about the last ChainApply, as a JSON list."""
+
+def api_ChainNew(spec: str) -> int:
+    """ChainNew makes a chain of passes from a JSON list of {"name", "params"} (see passes.NewChain)."""
+
+def api_ChainSetState(h: int, text: str) -> str:
+    """ChainSetState puts back what ChainState gave; null leaves a pass as it is. After an error all passes are as they were."""
+
+def api_ChainState(h: int) -> str:
+    """ChainState gives the state of each pass as a JSON list, null for a pass without."""
+
 def api_DrainReleases() -> int:
     """DrainReleases runs the queued deleters on the calling thread and gives their number."""
 
 def api_Live() -> str:
     """Live says what the core holds at this moment, as JSON. Tests compare it before and after."""
+
+def api_LoadTorch(path: str) -> str:
+    """LoadTorch looks up torch's operators in the libtorch_cpu at that path, which must be in the process already. Passes need them only
+    for tensors that are not in host memory."""
 
 def api_PoolClose(h: int) -> str:
     """PoolClose frees the idle buffers; those that are lent are freed when their tensors die. A second call does nothing."""
@@ -43,6 +67,60 @@ def api_SchedToCSV(text: str) -> str:
 
 def api_SchedValidate(spec: str, text: str) -> str:
     """SchedValidate replays a schedule's text against a spec; the error marks the offending action."""
+
+def api_StoreBytes(h: int) -> int:
+    """StoreBytes is what all boundaries take up now, on every tier together."""
+
+def api_StoreClear(h: int) -> str:
+    """StoreClear drops every boundary."""
+
+def api_StoreClose(h: int) -> str:
+    """StoreClose drops every boundary, joins the store's goroutines and removes its files. Tensors that were got stay valid. A second call does
+    nothing."""
+
+def api_StoreCopy(h: int, key: int, dl: int) -> str:
+    """StoreCopy is StorePut, but the store takes its own copy at once, also on the device tier."""
+
+def api_StoreDrop(h: int, key: int) -> str:
+    """StoreDrop is action D: it gives a boundary up. Tensors that were got stay valid."""
+
+def api_StoreGet(h: int, key: int) -> int:
+    """StoreGet lends a boundary of one tensor: a new tensor on the boundary's memory, which must not be written. It waits for a load
+    under way."""
+
+def api_StoreGetN(h: int, key: int) -> str:
+    """StoreGetN is StoreGet for a boundary of several tensors: comma separated addresses, in the order in which they were put."""
+
+def api_StoreHas(h: int, key: int) -> bool:
+    """StoreHas says whether there is a boundary under the key."""
+
+def api_StoreKeys(h: int) -> str:
+    """StoreKeys gives the keys in ascending order, comma separated."""
+
+def api_StoreLen(h: int) -> int:
+    """StoreLen is the number of boundaries."""
+
+def api_StoreLoad(h: int, key: int) -> str:
+    """StoreLoad is action L: it starts loading a boundary back. An asynchronous store returns at once."""
+
+def api_StoreMove(h: int, key: int) -> str:
+    """StoreMove is action S: it starts moving a boundary to the store's tier. An asynchronous store returns at once."""
+
+def api_StoreNew(spec: str) -> int:
+    """StoreNew makes a boundary store from the JSON form of boundary.Spec."""
+
+def api_StorePut(h: int, key: int, dl: int) -> str:
+    """StorePut adopts a boundary of one tensor without a copy. The key is the boundary's number plus 2^20 times the microbatch's."""
+
+def api_StorePutN(h: int, key: int, dls: str) -> str:
+    """StorePutN adopts a boundary of several tensors, comma separated addresses; what they share they will share when they come back."""
+
+def api_StoreStats(h: int) -> str:
+    """StoreStats gives the store's exact counters as JSON (see boundary.Stats)."""
+
+def api_StoreWait(h: int, key: int, ms: int) -> bool:
+    """StoreWait waits up to ms milliseconds for a boundary, whose load it starts if that has not been done, and says whether it can be got without
+    waiting."""
 
 def api_TraceAdd(h: int, lines: str) -> str:
     """TraceAdd records a batch of lines (see trace.Recorder.AddLines)."""
