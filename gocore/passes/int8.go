@@ -2,7 +2,6 @@ package passes
 
 import (
 	"math"
-	"unsafe"
 )
 
 func init() {
@@ -59,7 +58,8 @@ func sweepEach(ctx *Context, g *Grad, p Sweeper) error {
 // minNormal is the smallest normal float32.
 const minNormal = 0x1p-126
 
-// roundMagic is 1.5 * 2^23: a float32 near it has steps of 1, so adding and subtracting it rounds a small number to an integer, ties to even.
+// roundMagic is 1.5 * 2^23: a float32 near it has steps of 1, so adding it rounds a small number to an integer, ties to even, and leaves that
+// integer in the low bits.
 const roundMagic = 0x1.8p23
 
 // int8Kernel is the round trip for a scale > 0 with maxabs <= 127*scale*(1+2^-23) where the scale is normal.
@@ -74,26 +74,48 @@ func int8Kernel(scale float32) func(dst, src []float32, _ int64) {
 			}
 		}
 	}
+	table := int8Table(scale)
+	// Note [Division by multiplication]: t/scale rounded to float32 is float32(t * (1/scale)) computed in float64. A quotient of two 24-bit
+	// numbers that is not a float32 itself is at least 2^-49 of its size away from every point half way between two float32 values, and the two
+	// roundings in float64 are off by at most 2^-52 together: both land on the same side. Quotients too small for this round to 0 anyway.
+	inverse := 1 / float64(scale)
+	lookup := func(x float32) float32 {
+		q := float32(float64(x)*inverse) + roundMagic
+		// The low byte of the sum is the integer; the value's sign tells 0 from -0.
+		return table[math.Float32bits(q)&0xff|math.Float32bits(x)>>23&0x100]
+	}
 	return func(dst, src []float32, _ int64) {
 		dst = dst[:len(src)]
-		in := unsafe.Slice((*uint32)(unsafe.Pointer(unsafe.SliceData(src))), len(src))
-		out := unsafe.Slice((*uint32)(unsafe.Pointer(unsafe.SliceData(dst))), len(src))
-		for len(src) >= 4 && len(in) >= 4 && len(out) >= 4 {
-			a, b, c, d := src[0]/scale, src[1]/scale, src[2]/scale, src[3]/scale
-			a, b, c, d = (a+roundMagic)-roundMagic, (b+roundMagic)-roundMagic, (c+roundMagic)-roundMagic, (d+roundMagic)-roundMagic
-			// A quotient that rounds to zero lost its sign; the others have it.
-			out0 := math.Float32bits(a*scale) | in[0]&signBits
-			out1 := math.Float32bits(b*scale) | in[1]&signBits
-			out2 := math.Float32bits(c*scale) | in[2]&signBits
-			out3 := math.Float32bits(d*scale) | in[3]&signBits
-			out[0], out[1], out[2], out[3] = out0, out1, out2, out3
-			src, in, out = src[4:], in[4:], out[4:]
+		whole := len(src) &^ 7
+		for i := 0; i < whole; i += 8 {
+			in, out := (*[8]float32)(src[i:]), (*[8]float32)(dst[i:])
+			a, b := float32(float64(in[0])*inverse)+roundMagic, float32(float64(in[1])*inverse)+roundMagic
+			c, d := float32(float64(in[2])*inverse)+roundMagic, float32(float64(in[3])*inverse)+roundMagic
+			out[0] = table[math.Float32bits(a)&0xff|math.Float32bits(in[0])>>23&0x100]
+			out[1] = table[math.Float32bits(b)&0xff|math.Float32bits(in[1])>>23&0x100]
+			out[2] = table[math.Float32bits(c)&0xff|math.Float32bits(in[2])>>23&0x100]
+			out[3] = table[math.Float32bits(d)&0xff|math.Float32bits(in[3])>>23&0x100]
+			a, b = float32(float64(in[4])*inverse)+roundMagic, float32(float64(in[5])*inverse)+roundMagic
+			c, d = float32(float64(in[6])*inverse)+roundMagic, float32(float64(in[7])*inverse)+roundMagic
+			out[4] = table[math.Float32bits(a)&0xff|math.Float32bits(in[4])>>23&0x100]
+			out[5] = table[math.Float32bits(b)&0xff|math.Float32bits(in[5])>>23&0x100]
+			out[6] = table[math.Float32bits(c)&0xff|math.Float32bits(in[6])>>23&0x100]
+			out[7] = table[math.Float32bits(d)&0xff|math.Float32bits(in[7])>>23&0x100]
 		}
-		for i, x := range src {
-			q := (x/scale + roundMagic) - roundMagic
-			out[i] = math.Float32bits(q*scale) | in[i]&signBits
+		for i := whole; i < len(src); i++ {
+			dst[i] = lookup(src[i])
 		}
 	}
+}
+
+// int8Table holds q*scale at the low byte of q, the negative ones and -0 behind the others.
+func int8Table(scale float32) *[512]float32 {
+	table := new([512]float32)
+	for q := range 128 {
+		table[q] = float32(q) * scale
+		table[0x100|int(uint8(-q))] = -table[q]
+	}
+	return table
 }
 
 // quantize is the integer for one value, clamped.
