@@ -3,6 +3,7 @@ package api
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"sync"
 	"unsafe"
 
@@ -53,7 +54,7 @@ func (p *tensorPool) Free(block unsafe.Pointer, n int64) {
 }
 
 // request lends a tensor of that shape and type.
-func (p *tensorPool) request(shape []int64, dtype tensor.DType, space string) (int64, error) {
+func (p *tensorPool) request(shape []int64, dtype tensor.DType) (int64, error) {
 	size := dtype.Size()
 	for _, n := range shape {
 		if n != 0 && size > (1<<62)/n {
@@ -61,6 +62,7 @@ func (p *tensorPool) request(shape []int64, dtype tensor.DType, space string) (i
 		}
 		size *= n
 	}
+	space := fmt.Sprint(dtype, shape)
 	buffer, err := p.pool.GetKey(context.Background(), space, size)
 	if err != nil {
 		return 0, err
@@ -151,7 +153,7 @@ func PoolRequest(h int64, shape, dtype string) (int64, error) {
 		if err != nil {
 			return 0, err
 		}
-		return pool.request(dims, kind, dtype+"|"+shape)
+		return pool.request(dims, kind)
 	})
 }
 
