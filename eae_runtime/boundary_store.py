@@ -77,6 +77,8 @@ class BoundaryStore:
         # Whether a boundary has to be moved to where it waits and loaded back; a codec is such a move on the device
         # too.
         self._moves = self.offload or _CODECS[self.precision] != "raw"
+        # Only background work is waited for: other stores do a move or load within the call that asks for it.
+        self._waits = self._moves and is_async
         self._closed = False
         # What the core does not bring back by itself: tensors that were moved or cast before they went in.
         self._origin: dict[int, list[tuple[torch.device, torch.dtype]]] = {}
@@ -116,8 +118,6 @@ class BoundaryStore:
         """
         if idx not in self:
             raise StoreKeyError(f"boundary {idx} is not in the store")
-        if self._moves:
-            self.load(idx)
         tensor = self.fetch(idx)
         assert isinstance(tensor, torch.Tensor)
         return tensor.to(device=device, dtype=dtype)
@@ -187,7 +187,7 @@ class BoundaryStore:
 
     def fetch(self, key: int) -> torch.Tensor:
         """The boundary's tensor; waits for a load that is under way."""
-        if self._moves:
+        if self._waits:
             self._wait(key)
         try:
             tensor = _bridge.adopt(_bridge.core.api_StoreGet(self._handle, key))
@@ -197,7 +197,7 @@ class BoundaryStore:
 
     def fetch_all(self, key: int) -> list[torch.Tensor]:
         """The tensors of a boundary of several, in the order in which they were given."""
-        if self._moves:
+        if self._waits:
             self._wait(key)
         try:
             reply = _bridge.core.api_StoreGetN(self._handle, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -84,7 +85,9 @@ def test_bytes_are_those_kept(tier: str, tmp_path: Path) -> None:
         with BoundaryStore(precision=precision, tier=tier, directory=tmp_path) as store:
             store.put(0, torch.ones(100))
             store.put(1, torch.ones(10, dtype=torch.int64))
-            assert store.memory_bytes() == 100 * size + 80, precision
+            # A file has a header of its own.
+            headers = range(1, 513) if tier == "disk" else range(1)
+            assert store.memory_bytes() - (100 * size + 80) in headers, precision
 
 
 def test_a_missing_boundary_is_a_key_error(store: BoundaryStore) -> None:
@@ -213,6 +216,20 @@ def test_disk_files_go_with_the_store(tmp_path: Path) -> None:
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
+@pytest.mark.parametrize("tier", TIERS)
+def test_nothing_is_left_behind(tier: str, tmp_path: Path) -> None:
+    gc.collect()
+    before = json.loads(_bridge.live())
+    store = BoundaryStore(tier=tier, directory=tmp_path, is_async=True)
+    for key in range(5):
+        store.put(key, torch.randn(1000))
+        store.adopt(10 + key, torch.randn(1000))
+    kept = store.get(0)
+    store.close()
+    del kept
+    assert json.loads(_bridge.live()) == before
+
+
 def test_disk_cap(tmp_path: Path) -> None:
     with BoundaryStore(tier="disk", directory=tmp_path, max_bytes=10_000) as store:
         store.put(0, torch.ones(1000))
@@ -272,7 +289,7 @@ class NeverReady:
 
 
 def test_a_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    with BoundaryStore(tier="host", timeout=0.3) as store:
+    with BoundaryStore(tier="host", is_async=True, timeout=0.3) as store:
         store.put(0, torch.ones(3))
         core = NeverReady(_bridge.core)
         monkeypatch.setattr(_bridge, "core", core)
@@ -287,7 +304,7 @@ def test_a_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     import _thread
 
-    with BoundaryStore(tier="host", timeout=10) as store:
+    with BoundaryStore(tier="host", is_async=True, timeout=10) as store:
         store.put(0, torch.ones(3))
         monkeypatch.setattr(_bridge, "core", NeverReady(_bridge.core))
         threading.Timer(0.2, _thread.interrupt_main).start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -250,3 +252,20 @@ def test_the_pass_list_may_change_between_runs() -> None:
     assert pipeline.run(state(8.0)).tensor.item() == 2.0
     pipeline.passes.clear()
     assert pipeline.run(state(8.0)).tensor.item() == 8.0
+
+
+def test_closing_frees_the_core_and_keeps_the_state() -> None:
+    gc.collect()
+    before = json.loads(_bridge.live())
+    item = GaussianNoisePass(1.0, seed=3)
+    pipeline = AdjointPipeline([ClipPass(10.0), item])
+    want = noise(3, item, AdjointPipeline([ClipPass(10.0), GaussianNoisePass(1.0, seed=3)]))
+    got = noise(2, item, pipeline)
+    pipeline.close()
+    pipeline.close()
+    got += noise(1, item, pipeline)
+    pipeline.close()
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    del want, got
+    gc.collect()
+    assert json.loads(_bridge.live()) == before
