@@ -110,3 +110,27 @@ func E5M2ToF32(dst []float32, src []uint8) {
 		dst[i] = FromE5M2(c)
 	}
 }
+
+// RoundE4M3Slice rounds src to float8 e4m3fn values in dst, which may be src.
+func RoundE4M3Slice(dst, src []float32) {
+	dst = dst[:len(src):len(dst)]
+	for i, x := range src {
+		if bits := math.Float32bits(x); bits&absF32 < e4m3Max {
+			dst[i] = roundStep(bits, e4m3MinNormal, 20)
+			continue
+		}
+		dst[i] = RoundE4M3(x)
+	}
+}
+
+// RoundE5M2Slice rounds src to float8 e5m2 values in dst, which may be src.
+func RoundE5M2Slice(dst, src []float32) {
+	dst = dst[:len(src):len(dst)]
+	for i, x := range src {
+		if bits := math.Float32bits(x); bits&absF32 < e5m2Overflow {
+			dst[i] = roundStep(bits, halfMinNormal, 21)
+			continue
+		}
+		dst[i] = RoundE5M2(x)
+	}
+}

@@ -62,6 +62,12 @@ const infF16 = 0x7c00 << 13
 func F32ToF16(dst []uint16, src []float32) {
 	dst = dst[:len(src):len(dst)]
 	for i, x := range src {
+		// The common case in place: a call an element would cost more than the conversion.
+		bits := math.Float32bits(x)
+		if abs := bits & absF32; abs-halfMinNormal < halfOverflow-halfMinNormal {
+			dst[i] = uint16(bits>>16&0x8000) | uint16((abs+0xfff+(abs>>13&1)-112<<23)>>13)
+			continue
+		}
 		dst[i] = F16(x)
 	}
 }
@@ -70,6 +76,10 @@ func F32ToF16(dst []uint16, src []float32) {
 func F16ToF32(dst []float32, src []uint16) {
 	dst = dst[:len(src):len(dst)]
 	for i, h := range src {
+		if abs := uint32(h & 0x7fff); abs-0x400 < 0x7c00-0x400 {
+			dst[i] = math.Float32frombits(uint32(h&0x8000)<<16 | (abs<<13 + 112<<23))
+			continue
+		}
 		dst[i] = FromF16(h)
 	}
 }
@@ -91,6 +101,10 @@ func RoundF16(x float32) float32 {
 func RoundF16Slice(dst, src []float32) {
 	dst = dst[:len(src):len(dst)]
 	for i, x := range src {
+		if bits := math.Float32bits(x); bits&absF32 < halfOverflow {
+			dst[i] = roundStep(bits, halfMinNormal, 13)
+			continue
+		}
 		dst[i] = RoundF16(x)
 	}
 }

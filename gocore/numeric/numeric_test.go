@@ -179,6 +179,42 @@ func TestRoundingOverTheFloat32Line(t *testing.T) {
 	}
 }
 
+// The loops of the slice functions have a fast path of their own: every code, and the float32 line again.
+func TestSlicesOverEverything(t *testing.T) {
+	codes, values := make([]uint16, 1<<16), make([]float32, 1<<16)
+	for i := range codes {
+		codes[i] = uint16(i)
+	}
+	F16ToF32(values, codes)
+	for i, v := range values {
+		if math.Float32bits(v) != math.Float32bits(FromF16(uint16(i))) {
+			t.Fatalf("float16 code %#x: %v", i, v)
+		}
+	}
+	line := make([]float32, 0, 1<<18)
+	for bits := uint64(0); bits < 1<<32; bits += 16381 {
+		line = append(line, math.Float32frombits(uint32(bits)))
+	}
+	narrow, round := make([]uint16, len(line)), make([]float32, len(line))
+	F32ToF16(narrow, line)
+	for i, x := range line {
+		if narrow[i] != F16(x) {
+			t.Fatalf("%v becomes %#x, want %#x", x, narrow[i], F16(x))
+		}
+	}
+	for _, r := range []struct {
+		all func(dst, src []float32)
+		one func(float32) float32
+	}{{RoundF16Slice, RoundF16}, {RoundBF16Slice, RoundBF16}, {RoundE4M3Slice, RoundE4M3}, {RoundE5M2Slice, RoundE5M2}} {
+		r.all(round, line)
+		for i, x := range line {
+			if math.Float32bits(round[i]) != math.Float32bits(r.one(x)) {
+				t.Fatalf("%v rounds to %v, want %v", x, round[i], r.one(x))
+			}
+		}
+	}
+}
+
 // The values that torch 2.15 gives on the CPU.
 func TestValuesFromTorch(t *testing.T) {
 	inf := float32(math.Inf(1))
@@ -228,6 +264,7 @@ func TestSlicesAgreeWithScalars(t *testing.T) {
 	for i := range src {
 		src[i] = float32(math.Sin(float64(i))) * float32(math.Ldexp(1, i%60-30))
 	}
+	copy(src, []float32{float32(math.Inf(1)), float32(math.Inf(-1)), float32(math.Copysign(0, -1)), 0, 65519, 65520, 0x1p-14, 0x1.fffp-15, 447, 448, 61439, 61440})
 	codes, bytes, back := make([]uint16, len(src)+1), make([]uint8, len(src)), make([]float32, len(src))
 	check := func(name string, one func(float32) float32) {
 		t.Helper()
@@ -249,6 +286,10 @@ func TestSlicesAgreeWithScalars(t *testing.T) {
 	F32ToE5M2(bytes, src)
 	E5M2ToF32(back, bytes)
 	check("e5m2", RoundE5M2)
+	RoundE4M3Slice(back, src)
+	check("e4m3fn round", RoundE4M3)
+	RoundE5M2Slice(back, src)
+	check("e5m2 round", RoundE5M2)
 	copy(back, src)
 	RoundF16Slice(back, back)
 	check("float16 in place", RoundF16)

@@ -1,6 +1,7 @@
 package passes
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"testing"
@@ -117,7 +118,7 @@ func join(list []string) string {
 }
 
 func TestResultsDoNotDependOnWorkers(t *testing.T) {
-	values := wave(5*chunkLen + 77)
+	values := wave(2*chunkLen + 77)
 	for _, spec := range everyPass {
 		var want [][]uint64
 		var meta string
@@ -127,7 +128,7 @@ func TestResultsDoNotDependOnWorkers(t *testing.T) {
 			workers := NewWorkers(size)
 			chain := ChainOf(workers, list...)
 			strided := of32(values...)
-			strided.Shape, strided.Strides = []int64{77, 4000}, []int64{1, 77}
+			strided.Shape, strided.Strides = []int64{77, 1703}, []int64{1, 77}
 			g := &Grad{Src: []tensor.Tensor{of32(values...), strided, as(tensor.BFloat16, values...)}, Step: 1}
 			require.NoError(t, chain.Apply(&Context{Stats: true}, g))
 			got := [][]uint64{bitsOf(g.Dst[0]), bitsOf(g.Dst[1]), bitsOf(g.Dst[2])}
@@ -138,6 +139,20 @@ func TestResultsDoNotDependOnWorkers(t *testing.T) {
 			require.Equal(t, meta, chain.Meta())
 			chain.Close()
 			workers.Close()
+		}
+	}
+}
+
+// Chunks begin in the middle of rows, and a dimension is expanded.
+func TestGatherAcrossChunks(t *testing.T) {
+	for _, d := range floats {
+		for _, strides := range [][]int64{{1, 0, 300}, {0, 1, 300}, {300, 1, 0}, {0, 0, 0}, {2100, 7, 1}} {
+			src := as(d, wave(90_000)...)
+			src.Shape, src.Strides = []int64{29, 53, 101}, strides
+			out, _ := apply(t, `[]`, &Grad{Src: []tensor.Tensor{src}})
+			want, got := dense(src), out[0]
+			n := want.Bytes()
+			require.True(t, bytes.Equal(slice[byte](&want, 0, n), slice[byte](&got, 0, n)), "strides %v", strides)
 		}
 	}
 }

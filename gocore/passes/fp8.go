@@ -67,26 +67,36 @@ func (f *FP8) Prepare(ctx *Context, g *Grad) ([]Kernel, error) {
 		return nil, err
 	}
 	f.last = map[string]any{"quantization_scale": float64(scale)}
-	return single(&g.Src[0], Kernel{F32: func(dst, src []float32, _ int64) {
-		for i, x := range src {
-			// A quotient may round to just beyond the largest value, and far beyond it where the scale is subnormal.
-			dst[i] = f.round(min(max(x/scale, -f.largest), f.largest)) * scale
-		}
-	}}), nil
+	return single(&g.Src[0], Kernel{F32: f.scaledKernel(scale)}), nil
 }
 
-func (f *FP8) round(x float32) float32 {
+// scaledKernel divides, rounds and multiplies. Where the scale is normal, no quotient exceeds the largest value by more than rounding takes
+// back; a subnormal scale is too coarse for that, and its quotients are clamped.
+func (f *FP8) scaledKernel(scale float32) func(dst, src []float32, _ int64) {
+	round := numeric.RoundE4M3Slice
 	if f.e5m2 {
-		return numeric.RoundE5M2(x)
+		round = numeric.RoundE5M2Slice
 	}
-	return numeric.RoundE4M3(x)
+	return func(dst, src []float32, _ int64) {
+		dst = dst[:len(src)]
+		for i, x := range src {
+			dst[i] = x / scale
+		}
+		if scale < minNormal {
+			for i, x := range dst {
+				dst[i] = min(max(x, -f.largest), f.largest)
+			}
+		}
+		round(dst, dst)
+		for i, x := range dst {
+			dst[i] = x * scale
+		}
+	}
 }
 
 func (f *FP8) cast(dst, src []float32, _ int64) {
 	if f.e5m2 {
-		for i, x := range src {
-			dst[i] = numeric.RoundE5M2(x)
-		}
+		numeric.RoundE5M2Slice(dst, src)
 		return
 	}
 	for i, x := range src {
