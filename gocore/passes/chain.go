@@ -2,6 +2,7 @@ package passes
 
 import (
 	"encoding/json"
+	"fmt"
 	"sync"
 
 	"github.com/eae-runtime/eae-runtime/gocore/errs"
@@ -54,7 +55,7 @@ func (c *Chain) Names() []string {
 	return names
 }
 
-// Apply takes g.Src through the passes and sets g.Dst, whose tensors the caller then owns and frees. It blocks until done and never writes a
+// Apply takes g.Src through the passes and sets g.Dst, whose tensors the caller then owns and frees. ctx may be nil. It blocks until done and never writes a
 // source. On an error no destination is left, g.Dst is nil, and the error, of kind errs.ErrPass, names pass, block, microbatch and step; a
 // panic in a pass is such an error. It returns errs.ErrClosed after Close and errs.ErrValue for a loss scale that is not positive.
 func (c *Chain) Apply(ctx *Context, g *Grad) error {
@@ -63,7 +64,10 @@ func (c *Chain) Apply(ctx *Context, g *Grad) error {
 	if c.closed {
 		return errs.E(errs.ErrClosed, "the chain of passes is closed")
 	}
-	local := *ctx
+	local := Context{}
+	if ctx != nil {
+		local = *ctx
+	}
 	if local.Workers == nil {
 		local.Workers = c.workers
 	}
@@ -89,12 +93,11 @@ func (c *Chain) apply(ctx *Context, g *Grad) error {
 	for i, p := range c.passes {
 		ctx.Index = i
 		if err := c.one(r, i, p); err != nil {
-			return inPass(p, g, err)
+			return inPass(p.Name(), g, err)
 		}
 	}
-	// A kernel that panics here belongs to one of several passes; the stack says which.
 	if err := guard(r.finish); err != nil {
-		return errs.E(errs.ErrPass, "passes %v%s: %w", c.Names(), g.where(), err)
+		return inPass(fmt.Sprint(c.Names()), g, err)
 	}
 	return nil
 }

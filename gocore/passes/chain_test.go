@@ -195,6 +195,19 @@ func (misbehaving) Name() string { return "misbehaving" }
 
 func (m misbehaving) Apply(_ *Context, g *Grad) error { return m.f(g) }
 
+// exploding is a Sweeper whose kernel panics, which shows only when somebody needs the result.
+type exploding struct{}
+
+func (exploding) Name() string { return "exploding" }
+
+func (exploding) Looks() bool { return false }
+
+func (e exploding) Apply(ctx *Context, g *Grad) error { return Sweep(ctx, g, e) }
+
+func (exploding) Prepare(_ *Context, g *Grad) ([]Kernel, error) {
+	return []Kernel{{F32: func(_, _ []float32, _ int64) { panic("boom") }}}, nil
+}
+
 func TestForeignPassSeesContiguousTensors(t *testing.T) {
 	double := misbehaving{func(g *Grad) error {
 		for i := range g.Src {
@@ -238,6 +251,7 @@ func TestFailuresNamePassAndBlockAndLeaveNothing(t *testing.T) {
 		{"bool", ChainOf(nil), tensor.Tensor{Device: tensor.CPU, DType: tensor.Bool}, errs.ErrPass, []string{"bool"}},
 		{"device", ChainOf(nil), away, errs.ErrPass, []string{"device type 2", "host"}},
 		{"panic", ChainOf(nil, misbehaving{func(*Grad) error { panic("ouch") }}), number, errs.ErrPass, []string{"misbehaving", "block 7", "ouch", "chain_test.go"}},
+		{"kernels of the wrong number", ChainOf(nil, exploding{}), number, errs.ErrPass, []string{"exploding", "1 kernels for 2"}},
 		{"error", ChainOf(nil, BF16(), misbehaving{func(*Grad) error { return own }}), number, own, []string{"misbehaving", "block 7", "own words"}},
 	}
 	for _, c := range cases {
@@ -253,6 +267,34 @@ func TestFailuresNamePassAndBlockAndLeaveNothing(t *testing.T) {
 			require.Nil(t, g.Dst)
 			require.Zero(t, buffers.live.Load())
 		})
+	}
+}
+
+func TestPanicInKernelNamesItsOwnPass(t *testing.T) {
+	for _, chain := range []*Chain{ChainOf(nil, exploding{}), ChainOf(nil, exploding{}, &Int8{})} {
+		err := chain.Apply(nil, &Grad{Src: []tensor.Tensor{of32(1)}, Block: 7})
+		require.ErrorIs(t, err, errs.ErrPass)
+		require.ErrorContains(t, err, "pass exploding at block 7")
+		require.ErrorContains(t, err, "boom")
+	}
+	g := &Grad{Src: []tensor.Tensor{of32(1)}, Dst: []tensor.Tensor{of32(0)}}
+	require.ErrorContains(t, exploding{}.Apply(&Context{}, g), "boom")
+}
+
+// Outside a chain a pass writes the destinations it is given.
+func TestBuiltinPassesAlone(t *testing.T) {
+	for _, spec := range Specs() {
+		p, err := New(spec.Name, nil)
+		require.NoError(t, err)
+		src := of32(0.5, 0.25, 0.75, -0.5)
+		src.Shape, src.Strides = []int64{2, 2}, []int64{1, 2}
+		want, _ := apply(t, `[{"name":"`+spec.Name+`"}]`, &Grad{Src: []tensor.Tensor{src, of32(3)}})
+		g := &Grad{Src: []tensor.Tensor{src, of32(3)}, Dst: []tensor.Tensor{of32(0, 0, 0, 0), of32(0)}}
+		require.NoError(t, p.Apply(&Context{}, g), spec.Name)
+		for i := range want {
+			require.Equal(t, bitsOf(want[i]), bitsOf(g.Dst[i]), spec.Name)
+		}
+		require.ErrorIs(t, p.Apply(&Context{}, &Grad{Src: g.Src, Dst: []tensor.Tensor{of64(0, 0, 0, 0), of32(0)}}), errs.ErrPass)
 	}
 }
 

@@ -99,6 +99,10 @@ func (f *FP8) cast(dst, src []float32, _ int64) {
 		numeric.RoundE5M2Slice(dst, src)
 		return
 	}
+	if absMaxBits(src) < infBits {
+		numeric.RoundE4M3Slice(dst, src)
+		return
+	}
 	for i, x := range src {
 		if math.Float32bits(x)&absBits == infBits {
 			dst[i] = x

@@ -69,8 +69,12 @@ func of(v []float32) moments {
 		d := float64(x)
 		sum += d
 		m.squares += d * d
-		// The builtins give NaN when either side is NaN.
-		m.min, m.max = min(m.min, d), max(m.max, d)
+		if d < m.min {
+			m.min = d
+		}
+		if d > m.max {
+			m.max = d
+		}
 	}
 	m.mean = sum / m.n
 	for _, x := range v {
@@ -81,6 +85,9 @@ func of(v []float32) moments {
 		for _, x := range v {
 			m.hasNaN = m.hasNaN || x != x
 			m.hasInf = m.hasInf || math.IsInf(float64(x), 0)
+		}
+		if m.hasNaN {
+			m.min, m.max = math.NaN(), math.NaN()
 		}
 	}
 	return m

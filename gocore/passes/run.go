@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"strings"
 
 	"github.com/eae-runtime/eae-runtime/gocore/errs"
 	"github.com/eae-runtime/eae-runtime/gocore/tensor"
@@ -16,6 +17,8 @@ type run struct {
 	g       *Grad
 	written []bool
 	pending [][]Kernel
+	// names are the passes that the pending kernels belong to.
+	names [][]string
 }
 
 // newRun checks what no pass could compute with. The destinations may be set already (Sweep), else they are taken from the buffers when
@@ -39,7 +42,8 @@ func newRun(ctx *Context, g *Grad) (*run, error) {
 				g.First+i, g.where(), typeName(t.DType))
 		}
 	}
-	return &run{ctx: ctx, g: g, written: make([]bool, len(g.Src)), pending: make([][]Kernel, len(g.Src))}, nil
+	n := len(g.Src)
+	return &run{ctx: ctx, g: g, written: make([]bool, n), pending: make([][]Kernel, n), names: make([][]string, n)}, nil
 }
 
 // where names the gradient's place in an error message.
@@ -150,6 +154,7 @@ func (r *run) step(p Pass, lo, hi int) error {
 	for i, k := range kernels {
 		if !k.none() {
 			r.pending[lo+i] = append(r.pending[lo+i], k)
+			r.names[lo+i] = append(r.names[lo+i], p.Name())
 		}
 	}
 	return nil
@@ -195,21 +200,29 @@ func (r *run) sweep(lo, hi int) error {
 				return err
 			}
 		}
-		job := sweepJob{kernels: r.pending[i], dst: &r.g.Dst[i], src: r.source(i)}
+		job := sweepJob{kernels: r.pending[i], names: r.names[i], dst: &r.g.Dst[i], src: r.source(i)}
 		for chunk := range chunks(job.dst.Numel()) {
 			job.chunk = chunk
 			jobs = append(jobs, job)
 		}
-		r.pending[i], r.written[i] = nil, true
+		r.pending[i], r.names[i], r.written[i] = nil, nil, true
 	}
 	return r.ctx.Workers.Run(len(jobs), func(j int) error {
-		jobs[j].run()
+		err := guard(func() error {
+			jobs[j].run()
+			return nil
+		})
+		if err != nil {
+			// The kernels of several passes run together, and often only when the pass behind them asks for results.
+			return &passError{errs.E(errs.ErrPass, "pass %s%s: %w", strings.Join(jobs[j].names, " or "), r.g.where(), err)}
+		}
 		return nil
 	})
 }
 
 type sweepJob struct {
 	kernels  []Kernel
+	names    []string
 	dst, src *tensor.Tensor
 	chunk    int
 }
@@ -263,16 +276,16 @@ func Sweep(ctx *Context, g *Grad, p Sweeper) error {
 	if err == nil {
 		err = r.finish()
 	}
-	return inPass(p, g, err)
+	return inPass(p.Name(), g, err)
 }
 
 // inPass makes an error say which pass failed where, once.
-func inPass(p Pass, g *Grad, err error) error {
+func inPass(name string, g *Grad, err error) error {
 	var named *passError
 	if err == nil || errors.As(err, &named) {
 		return err
 	}
-	return &passError{errs.E(errs.ErrPass, "pass %s%s: %w", p.Name(), g.where(), err)}
+	return &passError{errs.E(errs.ErrPass, "pass %s%s: %w", name, g.where(), err)}
 }
 
 type passError struct{ error }
