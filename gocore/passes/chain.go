@@ -56,8 +56,8 @@ func (c *Chain) Names() []string {
 }
 
 // Apply takes g.Src through the passes and sets g.Dst, whose tensors the caller then owns and frees. ctx may be nil. It
-// blocks until done and never writes a source. On an error no destination is left, g.Dst is nil, and the error, of kind errs.ErrPass, names pass, block, microbatch and step; a
-// panic in a pass is such an error. It returns errs.ErrClosed after Close and errs.ErrValue for a loss scale that is not positive.
+// blocks until done and never writes a source. On an error no destination is left, g.Dst is nil, and the error, of kind
+// errs.ErrPass, names pass, block, microbatch and step; a panic in a pass is such an error. It returns errs.ErrClosed after Close and errs.ErrValue for a loss scale that is not positive.
 func (c *Chain) Apply(ctx *Context, g *Grad) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
