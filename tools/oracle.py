@@ -55,7 +55,7 @@ def build_library(go: Path, env: dict[str, str]) -> Path:
     )
     module = Path(listed.stdout.strip())
     sources = sorted((module / "cgotorch").glob("*.cc"))
-    digest = hashlib.sha256(f"{module}|{torch.__version__}|{torch.__file__}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{module.name}|{torch.__version__}|{sys.platform}".encode()).hexdigest()[:16]
     folder = ROOT / "build" / "gotorch" / digest
     folder.mkdir(parents=True, exist_ok=True)
     include = Path(torch.__file__).parent / "include"
