@@ -17,8 +17,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import build_core
 import torch
+
+import build_core
 
 ROOT = build_core.ROOT
 GOTORCH = "github.com/wangkuiyi/gotorch"
