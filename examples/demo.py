@@ -105,6 +105,7 @@ def train(
     console: Console,
 ) -> None:
     """Trains with AdamW for `seconds`, or for `steps` where given. The learning rate follows the part that is done."""
+    others = counter.live() if counter is not None else 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     columns = [
         TextColumn("training"),
@@ -126,7 +127,7 @@ def train(
             x, targets = corpus.batch(text.training, ROWS, LENGTH, draws)
             resting = 0
             if counter is not None:
-                resting = counter.live() - x.nbytes - targets.nbytes
+                resting = others + alloc_count.resting_bytes([], optimizer)
                 counter.take_peak()
             loss = runtime.train_step(x, lm_loss, targets=targets)
             # The first update creates the optimizer's state, which is no part of a step's peak.

@@ -80,10 +80,14 @@ class Contestant:
         self._train(lm_loss)
         return time.perf_counter() - start
 
-    def actions(self, counter: alloc_count.Counter) -> list[ActionBytes]:
-        """The bytes of one step. The optimizer's state must be there already (after the first `timed`)."""
-        # Parameters and optimizer state, and whatever else the process holds (the other contestants); not the batch.
-        resting = counter.live() - self.x.nbytes - self.targets.nbytes
+    def actions(self, counter: alloc_count.Counter, others: int) -> list[ActionBytes]:
+        """The bytes of one step, after a first that creates the optimizer's state.
+
+        `others` are the bytes that the process held before this contestant was made. What it keeps between steps besides
+        parameters and optimizer state counts: it is there during the step.
+        """
+        self.timed()
+        resting = others + alloc_count.resting_bytes(self.model.parameters(), self.optimizer)
         recorder = ByteRecorder(counter, list(self.model), self.kept, resting, fused_rebuild=self.fused)
         return recorder.record(self._train, lm_loss, self.optimizer)
 
@@ -92,10 +96,12 @@ def compare(
     model: nn.Sequential, x: torch.Tensor, targets: torch.Tensor, counter: alloc_count.Counter | None, rounds: int
 ) -> dict[str, Measured]:
     """Runs the three in turn, `rounds` rounds forth and back, each on a copy of `model`, which stays as it is."""
-    contestants = {name: Contestant(name, model, x, targets) for name in (PLAIN, CHECKPOINT, OURS)}
-    for contestant in contestants.values():
-        contestant.timed()
-    actions = {name: c.actions(counter) if counter else None for name, c in contestants.items()}
+    contestants: dict[str, Contestant] = {}
+    actions: dict[str, list[ActionBytes] | None] = {}
+    for name in (PLAIN, CHECKPOINT, OURS):
+        others = counter.live() if counter else 0
+        contestants[name] = Contestant(name, model, x, targets)
+        actions[name] = contestants[name].actions(counter, others) if counter else None
     seconds = mirrored_rounds({name: contestant.timed for name, contestant in contestants.items()}, rounds)
     for contestant in contestants.values():
         contestant.close()
