@@ -18,7 +18,6 @@ sys.path.insert(0, str(TOOLS))
 
 import build_core  # noqa: E402
 import glibc  # noqa: E402
-
 from eae_runtime._core import _eae  # noqa: E402
 
 LIBRARY = Path(_eae.__file__)

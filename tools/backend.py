@@ -7,6 +7,7 @@ library built for the running interpreter and is tagged for it.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ def get_requires_for_build_editable(config_settings: Settings = None) -> list[st
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
     library = build_core.build()
+    # setuptools packs whatever lies in its build folder, also modules that are gone from the checkout.
+    for stale in (build_core.ROOT / "build").glob("lib*"):
+        shutil.rmtree(stale)
     # setup.py packs the one library that fits this interpreter; another interpreter's may lie beside it.
     os.environ["EAE_CORE_LIBRARY"] = library.name
     return str(build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))
