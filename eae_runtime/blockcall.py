@@ -23,7 +23,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -317,9 +317,6 @@ class BlockCall:
 
     def _gated(self, tensors: Sequence[torch.Tensor], needs: Sequence[bool], facts: Facts, learn: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
         """Leaves for the inputs that need a gradient, and what the block is called with."""
-        if not learn and not facts.writes and len(tensors) == 1 and needs[0] and not tensors[0].requires_grad:
-            leaf = tensors[0].detach().requires_grad_()
-            return [leaf], [leaf]
         leaves: list[torch.Tensor | None] = []
         arguments: list[torch.Tensor] = []
         for number, (tensor, need) in enumerate(zip(tensors, needs, strict=True)):
@@ -341,17 +338,30 @@ class BlockCall:
     def _run_with_graph(
         self, tensors: Sequence[torch.Tensor], shape: _tree.Shape, needs: tuple[bool, ...], facts: Facts, learn: bool
     ) -> tuple[Rebuilt, Any]:
+        if shape.spec is None and needs[0] and not learn and not facts.writes and not tensors[0].requires_grad:
+            # The usual case. A leaf that requires grad cannot be written, so there is nothing to watch.
+            leaf = tensors[0].detach().requires_grad_()
+            try:
+                return Rebuilt([leaf], []), self._invoke(leaf)
+            except RuntimeError as error:
+                self._raise_late_write(error, facts, 1)
         leaves, arguments = self._gated(tensors, needs, facts, learn)
         versions = [t._version for t in arguments]
         try:
             value = self._invoke(arguments[0] if shape.spec is None else _tree.unflatten(arguments, shape))
         except RuntimeError as error:
-            if _LEAF_WRITE in str(error) and not learn and not facts.writes:
-                facts.writes.update(range(len(tensors)))
-                raise RestartStep(self.where() + " starts to write its input") from error
-            raise
+            if learn or facts.writes:
+                raise
+            self._raise_late_write(error, facts, len(tensors))
         self._note_input_writes(tensors, arguments, versions, facts)
         return Rebuilt(leaves, []), value
+
+    def _raise_late_write(self, error: RuntimeError, facts: Facts, count: int) -> NoReturn:
+        """RestartStep if the block tried to write one of its `count` inputs, else the error itself."""
+        if _LEAF_WRITE in str(error):
+            facts.writes.update(range(count))
+            raise RestartStep(self.where() + " starts to write its input") from error
+        raise error
 
     def _note_input_writes(
         self, tensors: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor], versions: Sequence[int], facts: Facts
