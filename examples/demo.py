@@ -13,6 +13,7 @@ SwiGLU, tied head) learns the running Python's own standard-library sources, byt
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import sys
 import time
@@ -105,6 +106,7 @@ def train(
     console: Console,
 ) -> None:
     """Trains with AdamW for `seconds`, or for `steps` where given. The learning rate follows the part that is done."""
+    gc.collect()
     others = counter.live() if counter is not None else 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     columns = [

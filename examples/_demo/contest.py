@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,10 +96,11 @@ class Contestant:
 def compare(
     model: nn.Sequential, x: torch.Tensor, targets: torch.Tensor, counter: alloc_count.Counter | None, rounds: int
 ) -> dict[str, Measured]:
-    """Runs the three in turn, `rounds` rounds forth and back, each on a copy of `model`, which stays as it is."""
+    """Runs the three in turn, `rounds` rounds forth and back, each on a copy of `model`, which stays as it was."""
     contestants: dict[str, Contestant] = {}
     actions: dict[str, list[ActionBytes] | None] = {}
     for name in (PLAIN, CHECKPOINT, OURS):
+        gc.collect()  # what earlier work left in cycles must not go during the step
         others = counter.live() if counter else 0
         contestants[name] = Contestant(name, model, x, targets)
         actions[name] = contestants[name].actions(counter, others) if counter else None
