@@ -9,7 +9,7 @@ Note [What a rebuild replays]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,13 +22,17 @@ _cpu = torch.default_generator
 class Generators:
     """The default generators of the CPU and of every accelerator in use.
 
-    `read` returns an opaque state, `write` puts it back. With the CPU alone, the state is its 5056-byte tensor.
+    `read` returns an opaque state, `write` puts it back. With the CPU alone, the state is its 5056-byte tensor, and both are
+    the CPU generator's own methods.
     """
 
-    __slots__ = ("_devices",)
+    __slots__ = ("_devices", "read", "write")
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._devices: tuple[torch.device, ...] = ()
+        # What is called twice a block stands here without a frame of its own.
+        self.read: Callable[[], Any] = _cpu.get_state
+        self.write: Callable[[Any], Any] = _cpu.set_state
         self.add(devices)
 
     def add(self, devices: Iterable[torch.device]) -> None:
@@ -36,15 +40,14 @@ class Generators:
         known = dict.fromkeys(self._devices)
         known.update((d, None) for d in devices if d.type not in ("cpu", "meta"))
         self._devices = tuple(known)
+        if self._devices:
+            self.read, self.write = self._read_all, self._write_all
 
-    def read(self) -> Any:
+    def _read_all(self) -> Any:
         """The state of all generators now."""
-        state = _cpu.get_state()
-        if not self._devices:
-            return state
-        return state, [(d, torch.get_device_module(d.type).get_rng_state(d)) for d in self._devices]
+        return _cpu.get_state(), [(d, torch.get_device_module(d.type).get_rng_state(d)) for d in self._devices]
 
-    def write(self, state: Any) -> None:
+    def _write_all(self, state: Any) -> None:
         """Sets all generators to a state that `read` returned."""
         if isinstance(state, torch.Tensor):
             _cpu.set_state(state)

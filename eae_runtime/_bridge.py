@@ -49,14 +49,11 @@ def _after_fork_in_child() -> None:
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
-# PyDLL keeps the GIL: these functions work on Python objects.
-_c = ctypes.PyDLL(_eae.__file__)
-_take = _c.eae_capsule_take
-_take.argtypes = [ctypes.py_object]
-_take.restype = ctypes.c_int64
-_make = _c.eae_capsule_make
-_make.argtypes = [ctypes.c_int64]
-_make.restype = ctypes.py_object
+# PyDLL keeps the GIL: a Python object is made.
+_function = ctypes.PyDLL(_eae.__file__).eae_capsule_function
+_function.argtypes = [ctypes.c_int]
+_function.restype = ctypes.py_object
+_take, _make = _function(0), _function(1)
 
 _to_dlpack = torch._C._to_dlpack  # type: ignore[attr-defined]
 _from_dlpack = torch._C._from_dlpack  # type: ignore[attr-defined]
