@@ -181,10 +181,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.layout is not torch.strided or a.is_meta or a.is_quantized:
         return bool(torch.equal(a, b))
-    if a.dim() == 0:
-        a, b = a.reshape(1), b.reshape(1)
-    a, b = a.detach().resolve_conj().resolve_neg().contiguous(), b.detach().resolve_conj().resolve_neg().contiguous()
-    return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+    return bool(torch.equal(_raw_bytes(a), _raw_bytes(b)))
+
+
+def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A dimension of one element may have any stride and the tensor still be contiguous; a view as bytes wants 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class BlockCall:
