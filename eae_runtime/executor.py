@@ -329,6 +329,10 @@ class Sweep:
         self.finish()
         graph = self._graphs.get((b - 1, m)) if m != ALL else None
         weight = 1.0 if m == ALL or loss_fn.weights is None else loss_fn.weights[m]
+        if weight == 0.0:
+            # A part that does not count; its own mean may be 0/0.
+            self._adjoints[m] = [None] * len(self._now[m][2])
+            return
         if graph is not None and not len(self.chain.pipeline) and not self._wants_adjoint():
             # The last block has its graph and nobody looks at a_L: one VJP goes through loss and block.
             value = _tree.unflatten(graph.outputs, self.records[b - 1, m].out_shape)
