@@ -417,7 +417,7 @@ class EAERuntime:
 
         targets: a tree whose tensors share the batch dimension with the input. The loss is then called as
         `loss_fn(output_rows, target_rows)` for each microbatch. loss_reduction: "mean" weights the microbatches by their rows, or by
-        `loss_weight(target_rows)` where given (ignored positions, padding); "sum" adds them.
+        `loss_weight(target_rows)` where given (ignored positions, padding; one of weight 0 is left out); "sum" adds them.
 
         Gradients accumulate straight into `.grad`, as `loss.backward()` does it; hooks fire as often. All or nothing: see the class.
         """
@@ -436,16 +436,23 @@ class EAERuntime:
         yield from range(8 * len(self.blocks) + 8)
         raise EAEError("the step was repeated too often: a block's forward does something new every time")
 
-    def _losses(self, loss_fn: LossFn, targets: Any, parts: int, reduction: str, weigh: Callable[[Any], Any] | None) -> Loss:
+    def _losses(
+        self, loss_fn: LossFn, targets: Any, parts: int, rows: int, reduction: str, weigh: Callable[[Any], Any] | None
+    ) -> Loss:
         if reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction={reduction!r}: allowed is 'mean', 'sum'")
         if targets is None:
             if weigh is not None:
                 raise ConfigError("loss_weight= needs targets=: it is called with the targets of each microbatch")
             return Loss(loss_fn)
+        if parts > 1:
+            found = {t.shape[0] if t.dim() else "none" for t in _tree.flatten(targets)[0]}
+            if found != {rows}:
+                raise ConfigError(
+                    f"the tensors of targets= have {', '.join(map(str, sorted(found, key=str))) or 'none'} rows and the input {rows}; both have to have "
+                    "the same number of rows to be cut into microbatches"
+                )
         pieces = [targets] if parts == 1 else split_rows(targets, parts)
-        if len(pieces) != parts:
-            raise ConfigError(f"targets= give {len(pieces)} microbatches and the input {parts}; both have to have the same number of rows")
         if reduction == "sum" or parts == 1:
             return Loss(loss_fn, pieces, [1.0] * parts)
         sizes = [float(weigh(p)) if weigh is not None else float(_tree.flatten(p)[0][0].shape[0]) for p in pieces]
@@ -459,7 +466,8 @@ class EAERuntime:
         self._last_grads = []
         tensors = self._check_input(x)
         parts = self._parts(tensors)
-        loss = self._losses(loss_fn, targets, parts, reduction, weigh)
+        rows = tensors[0].shape[0] if parts > 1 else 0
+        loss = self._losses(loss_fn, targets, parts, rows, reduction, weigh)
         input_grad = any(t.requires_grad for t in tensors)
         program = self._program(parts, split=False, targets=targets is not None, input_grad=input_grad)
         sweep = self._new_sweep(x, parts, tensors, keep_output=False)
