@@ -36,7 +36,7 @@ def forwards(model: nn.Sequential) -> list[int]:
 
 
 class Interior(nn.Module):
-    """Linear, GELU, Linear. The class knows how much of all its instances' interiors is alive, and the most there was."""
+    """Linear, GELU, Linear. The class knows how much interior of all its instances is alive, and the peak."""
 
     alive: ClassVar[list[weakref.ref[torch.Tensor]]] = []
     peak: ClassVar[int] = 0

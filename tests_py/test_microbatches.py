@@ -221,7 +221,8 @@ def test_the_full_batch_to_tolerance(name: str, with_targets: bool, reduction: s
 
 def test_loss_weight_for_ignored_positions() -> None:
     """cross_entropy's mean is over the positions that are not ignored: weighted by their number, the parts make the
-    full batch's mean. A part in which everything is ignored has weight 0 and adds nothing, though its own mean is 0/0."""
+    full batch's mean. A part in which everything is ignored has weight 0 and adds nothing, though its own mean is
+    0/0."""
     ignored = -100
     target = torch.tensor([[1, 2, 3], [4, ignored, ignored], [ignored] * 3, [ignored] * 3, [5, 6, ignored]])
     loss_fn = lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), ignore_index=ignored)
@@ -324,8 +325,8 @@ def peaks(parts: int, with_targets: bool) -> tuple[int, int]:
 
 
 def test_with_targets_the_peak_falls_with_the_number() -> None:
-    """One part of one block's interior (two tensors), and one part of the inputs of all blocks but the last, which keeps
-    its graph."""
+    """One part of one block's interior (two tensors), and one part of the inputs of all blocks but the last, which
+    keeps its graph."""
     assert {parts: peaks(parts, True) for parts in (1, 2, 3, 4, 12)} == {
         parts: (2 * 12 // parts, 4 * 12 // parts) for parts in (1, 2, 3, 4, 12)
     }
