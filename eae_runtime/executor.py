@@ -499,7 +499,7 @@ class Sweep:
                     roots.append(output)
                     grads.append(adjoint)
             leaves = record.facts.leaves
-            adjoints = None
+            del adjoints
         inputs = rebuilt.inputs
         del rebuilt
         self._adjoints[m] = self.collector.vjp(roots, grads, inputs, leaves, sharing.of(b))
