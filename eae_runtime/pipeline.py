@@ -97,7 +97,7 @@ class AdjointPipeline:
         if len(states) != len(self.passes):
             raise PassError(f"a state for {len(states)} passes was given to a pipeline of {len(self.passes)}")
         for item, state in zip(self.passes, states, strict=True):
-            if state is not None and isinstance(item, EAEPass):
+            if isinstance(item, EAEPass) and (item.stateful or state is not None):
                 item.load_state(state)
 
     def _core_run(self, start: int) -> tuple[CorePass, ...]:

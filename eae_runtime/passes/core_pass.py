@@ -50,6 +50,11 @@ class CorePass(EAEPass):
     def state(self) -> Any:
         if self.home is not None:
             self._saved = self.home.state()[self.slot]
+        elif self._saved is None and self.stateful:
+            # That of a pass which has not run yet: a failed first step goes back to it.
+            fresh = CoreChain((self,))
+            self._saved = fresh.state()[0]
+            fresh.close()
         return self._saved
 
     def load_state(self, state: Any) -> None:
