@@ -38,6 +38,12 @@ __all__ = ["EAERuntime"]
 
 LossFn = Callable[..., Any]
 
+
+def _check_loss(loss_fn: Any) -> None:
+    if not callable(loss_fn):
+        raise TensorTypeError(f"loss_fn is {type(loss_fn).__name__}; it has to be callable: loss_fn(output) -> scalar tensor")
+
+
 # The runtime that is inside a step, for each block (by id): two at once on one block would mix their gradients.
 _in_step: dict[int, weakref.ref[EAERuntime]] = {}
 
@@ -122,9 +128,12 @@ class EAERuntime:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Gives back boundaries, buffers, files and goroutines. Closing twice is fine; any other use afterwards raises ClosedError."""
+        """Gives back boundaries, buffers, files and goroutines. Closing twice is fine; any other use afterwards raises ClosedError. Closing from
+        inside a step (a block, a pass, an event subscriber) raises EAEError."""
         if self._closed:
             return
+        if any(other() is self for other in _in_step.values()):
+            raise EAEError("this EAERuntime is inside a step and cannot be closed now; close it when the step has returned")
         self._closed = True
         self._drop_sweep()
         self._last_grads = []
@@ -305,6 +314,7 @@ class EAERuntime:
             return self._backward(output, loss_fn)
 
     def _backward(self, output: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
+        _check_loss(loss_fn)
         sweep = self._sweep
         if sweep is None:
             raise EAEError("backward() needs a forward() before it; each forward() serves one backward()")
@@ -326,7 +336,10 @@ class EAERuntime:
                     sweep.finish()
                     loss = sweep.total_loss()
         except RestartStep as restart:
+            # The forward will be run again and must then be the first.
+            sweep.undo()
             self._drop_sweep()
+            self._restore_passes(states)
             raise RebuildMismatchError(f"{restart}; it is remembered now: run forward() and backward() again") from None
         except BaseException as error:
             self._explain(error, sweep)
@@ -393,15 +406,27 @@ class EAERuntime:
 
     def compute_gradients(self, x: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
         """forward() and backward() in one: (loss, {leaf: gradient}) without a step; `.grad` stays as it is."""
+        _check_loss(loss_fn)
         with self._exclusive():
             for _ in self._attempts():
-                output = self._forward(x)
                 try:
-                    return self._backward(output, loss_fn)
+                    return self._forward_and_backward(x, loss_fn)
                 except RebuildMismatchError as error:
                     if "it is remembered now" not in str(error):
                         raise
             raise AssertionError("unreachable")
+
+    def _forward_and_backward(self, x: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
+        """Both, or neither: when the backward fails, the forward is undone."""
+        output = self._forward(x)
+        sweep = self._sweep
+        assert sweep is not None
+        try:
+            return self._backward(output, loss_fn)
+        except BaseException:
+            sweep.undo()
+            self._drop_sweep()
+            raise
 
     # -- a whole step ----------------------------------------------------------------------------------------------
 
@@ -421,6 +446,7 @@ class EAERuntime:
 
         Gradients accumulate straight into `.grad`, as `loss.backward()` does it; hooks fire as often. All or nothing: see the class.
         """
+        _check_loss(loss_fn)
         with self._exclusive():
             for _ in self._attempts():
                 try:
@@ -530,14 +556,10 @@ class EAERuntime:
             if self.event_bus.wants(EventType.TRAIN_STEP_STARTED):
                 self.event_bus.emit(EventType.TRAIN_STEP_STARTED)
             before.clear_owned()
-            output = self._forward(x)
             fn = loss_fn if targets is None else (lambda y: loss_fn(y, targets))
-            loss, gradients = self._backward(output, fn)
+            loss, gradients = self._forward_and_backward(x, fn)
             self.apply_gradients(gradients)
         except BaseException:
-            if self._sweep is not None:
-                self._sweep.undo()
-                self._sweep = None
             before.restore()
             raise
         return self._commit(loss, parameters)

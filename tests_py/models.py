@@ -1,4 +1,4 @@
-"""Small chains that between them hold every kind of block that a boundary, a rebuild or a shared gradient could break."""
+"""Small chains that between them hold every kind of block that a boundary, a rebuild or a shared gradient may break."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.nn import functional as F
 
 
 def square(y: Any) -> torch.Tensor:
@@ -272,7 +272,8 @@ def _write_through_view() -> nn.Sequential:
 
 
 def _complex() -> nn.Sequential:
-    linear = lambda: nn.Linear(6, 6, dtype=torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128)
+    dtype = torch.complex64 if torch.get_default_dtype() is torch.float32 else torch.complex128
+    linear = lambda: nn.Linear(6, 6, dtype=dtype)
     return chain(linear(), lambda z: z.conj(), linear(), lambda z: z.conj().imag, nn.Linear(6, 2))
 
 

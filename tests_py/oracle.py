@@ -1,4 +1,4 @@
-"""The oracle: the same chain, the same seed, plain `loss.backward()`; and how everything that a step leaves is compared, bit for bit."""
+"""The oracle: the same chain and seed with plain `loss.backward()`; all that a step leaves is compared bit for bit."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def live() -> dict[str, int]:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Fails if the core holds more of anything after the body than before. Models are cyclic garbage here and their gradients may
-    lie in a boundary's memory, so a difference counts once that is collected."""
+    """Fails if the core holds more of anything after the body than before. Models are cyclic garbage here and their
+    gradients may lie in a boundary's memory, so a difference counts once that is collected."""
     before = live()
     yield
     after = live()

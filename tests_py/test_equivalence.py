@@ -1,7 +1,7 @@
 """Plain `loss.backward()`, bit for bit: outputs, loss, every gradient by name, buffers, random state, hooks.
 
-Four steps each: the runtime learns a block in its first step (grad mode, saved tensors dropped), compares both grad modes in
-the second, and may run without a graph from the third on.
+Four steps each: the runtime learns a block in its first step (grad mode, saved tensors dropped), compares both grad
+modes in the second, and may run without a graph from the third on.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ func TestForeignPassSeesContiguousTensors(t *testing.T) {
 	require.Equal(t, bits32(1, 2, 3, 4, 5, 6), bitsOf(of32(slice[float32](&src, 0, 6)...)))
 }
 
-func TestFailuresNamePassAndBlockAndLeaveNothing(t *testing.T) {
+func TestFailuresNamePassAndBoundaryAndLeaveNothing(t *testing.T) {
 	number := of32(1, 2)
 	integer := number
 	integer.DType = tensor.Int64
@@ -241,18 +241,18 @@ func TestFailuresNamePassAndBlockAndLeaveNothing(t *testing.T) {
 		kind  error
 		says  []string
 	}{
-		{"clip NaN", ChainOf(nil, &Clip{MaxNorm: 1}), of32(1, nan), errs.ErrPass, []string{"clip", "block 7", "NaN or Inf", "tensor 1"}},
-		{"clip Inf", ChainOf(nil, &Clip{MaxNorm: 1, Each: true}), of32(-inf), errs.ErrPass, []string{"clip", "block 7", "tensor 1"}},
-		{"int8 NaN", ChainOf(nil, BF16(), &Int8{}), of32(nan), errs.ErrPass, []string{"int8", "block 7", "tensor 1"}},
-		{"int8 Inf", ChainOf(nil, FP16(), &Int8{}), of32(1e9), errs.ErrPass, []string{"int8", "block 7"}},
-		{"fp8 scaled NaN", ChainOf(nil, NewFP8("e5m2", true)), of32(nan, 1), errs.ErrPass, []string{"fp8", "block 7"}},
-		{"int64", ChainOf(nil), integer, errs.ErrPass, []string{"int64", "block 7", "bfloat16"}},
+		{"clip NaN", ChainOf(nil, &Clip{MaxNorm: 1}), of32(1, nan), errs.ErrPass, []string{"clip", "boundary 7", "NaN or Inf", "tensor 1"}},
+		{"clip Inf", ChainOf(nil, &Clip{MaxNorm: 1, Each: true}), of32(-inf), errs.ErrPass, []string{"clip", "boundary 7", "tensor 1"}},
+		{"int8 NaN", ChainOf(nil, BF16(), &Int8{}), of32(nan), errs.ErrPass, []string{"int8", "boundary 7", "tensor 1"}},
+		{"int8 Inf", ChainOf(nil, FP16(), &Int8{}), of32(1e9), errs.ErrPass, []string{"int8", "boundary 7"}},
+		{"fp8 scaled NaN", ChainOf(nil, NewFP8("e5m2", true)), of32(nan, 1), errs.ErrPass, []string{"fp8", "boundary 7"}},
+		{"int64", ChainOf(nil), integer, errs.ErrPass, []string{"int64", "boundary 7", "bfloat16"}},
 		{"complex", ChainOf(nil), tensor.Tensor{Device: tensor.CPU, DType: tensor.DType{Code: tensor.CodeComplex, Bits: 64, Lanes: 1}}, errs.ErrPass, []string{"complex64"}},
 		{"bool", ChainOf(nil), tensor.Tensor{Device: tensor.CPU, DType: tensor.Bool}, errs.ErrPass, []string{"bool"}},
 		{"device", ChainOf(nil), away, errs.ErrPass, []string{"device type 2", "host"}},
-		{"panic", ChainOf(nil, misbehaving{func(*Grad) error { panic("ouch") }}), number, errs.ErrPass, []string{"misbehaving", "block 7", "ouch", "chain_test.go"}},
+		{"panic", ChainOf(nil, misbehaving{func(*Grad) error { panic("ouch") }}), number, errs.ErrPass, []string{"misbehaving", "boundary 7", "ouch", "chain_test.go"}},
 		{"kernels of the wrong number", ChainOf(nil, exploding{}), number, errs.ErrPass, []string{"exploding", "1 kernels for 2"}},
-		{"error", ChainOf(nil, BF16(), misbehaving{func(*Grad) error { return own }}), number, own, []string{"misbehaving", "block 7", "own words"}},
+		{"error", ChainOf(nil, BF16(), misbehaving{func(*Grad) error { return own }}), number, own, []string{"misbehaving", "boundary 7", "own words"}},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
@@ -274,7 +274,7 @@ func TestPanicInKernelNamesItsOwnPass(t *testing.T) {
 	for _, chain := range []*Chain{ChainOf(nil, exploding{}), ChainOf(nil, exploding{}, &Int8{})} {
 		err := chain.Apply(nil, &Grad{Src: []tensor.Tensor{of32(1)}, Block: 7})
 		require.ErrorIs(t, err, errs.ErrPass)
-		require.ErrorContains(t, err, "pass exploding at block 7")
+		require.ErrorContains(t, err, "pass exploding at boundary 7")
 		require.ErrorContains(t, err, "boom")
 	}
 	g := &Grad{Src: []tensor.Tensor{of32(1)}, Dst: []tensor.Tensor{of32(0)}}

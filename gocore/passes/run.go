@@ -48,7 +48,10 @@ func newRun(ctx *Context, g *Grad) (*run, error) {
 
 // where names the gradient's place in an error message.
 func (g *Grad) where() string {
-	return fmt.Sprintf(" at block %d, microbatch %d, step %d", g.Block, g.Microbatch, g.Step)
+	if g.Step < 0 {
+		return fmt.Sprintf(" at boundary %d, microbatch %d", g.Block, g.Microbatch)
+	}
+	return fmt.Sprintf(" at boundary %d, microbatch %d, step %d", g.Block, g.Microbatch, g.Step)
 }
 
 func typeName(d tensor.DType) string {
