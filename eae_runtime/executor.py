@@ -527,7 +527,15 @@ class Sweep:
             return
         length = len(self.chain.calls)
         name = "output" if b == length else self.chain.calls[b].name
-        context = {"block_index": b, "block_name": name, "microbatch": m}
+        output, loss_fn = self._now[m][0][0], self._loss_fn
+        weights = loss_fn.weights if loss_fn is not None else None
+        context = {
+            "block_index": b,
+            "block_name": name,
+            "microbatch": m,
+            "rows": output.shape[0] if output.dim() else 0,
+            "weight": weights[m] if weights is not None else float(self.parts == 1),
+        }
         states = []
         numbers = [n for n, a in enumerate(adjoints) if a is not None]
         for n in numbers:
