@@ -59,25 +59,30 @@ class RestartStep(Exception):  # noqa: N818 - a signal between executor and runt
 class Environment:
     """What surrounds the blocks of one forward sweep: the generators in use and the autocast state of the caller.
 
-    `reentered` says whether the calling thread is in that state right now, with grad mode on: then a rebuild has nothing to enter.
+    `reentered` says whether the calling thread is in that state right now, without autocast and with grad mode on: then a rebuild has
+    nothing to enter.
     """
 
     __slots__ = ("autocast", "generators", "reentered")
 
-    def __init__(self, generators: Generators, device_types: tuple[str, ...]) -> None:
+    def __init__(
+        self, generators: Generators, device_types: tuple[str, ...], autocast: Autocast | None = None
+    ) -> None:
+        """`autocast`: a state seen before, used again if it is still so (equal states are then the same object)."""
         self.generators = generators
-        self.autocast = Autocast(device_types)
+        now = Autocast(device_types)
+        self.autocast = autocast if autocast == now and autocast is not None else now
         self.reentered = False
 
     def look(self) -> None:
         """Sets `reentered`; call it before the first rebuild of a run of rebuilds."""
-        self.reentered = torch.is_grad_enabled() and self.autocast.matches_now()
+        self.reentered = not self.autocast.active and torch.is_grad_enabled() and self.autocast.matches_now()
 
 
 class Facts:
     """What is known of a block in one mode, for one class of input shapes."""
 
-    __slots__ = ("leaves", "learned", "no_grad", "out_needs", "seen", "structure", "writes", "written_buffers")
+    __slots__ = ("differentiable", "leaves", "learned", "no_grad", "out_needs", "seen", "structure", "writes", "written_buffers")
 
     def __init__(self, structure: Structure) -> None:
         # Forwards without a kept graph so far, and whether any forward has shown which inputs are written.
@@ -87,7 +92,9 @@ class Facts:
         self.no_grad: bool | None = None
         self.writes: set[int] = set()
         self.written_buffers: set[tuple[int, str]] | None = None
+        # Which outputs require grad, and whether any does.
         self.out_needs: tuple[bool, ...] = ()
+        self.differentiable = False
         self.leaves: list[torch.Tensor] = []
 
 
@@ -210,7 +217,8 @@ class BlockCall:
         self.structure = Structure(module)
         # How often the structure has changed: what is derived from it elsewhere is then made anew.
         self.scans = 0
-        self._last: tuple[Any, tuple[bool, ...], Autocast, Facts] | None = None
+        self._last: tuple[Any, Any, Any, tuple[bool, ...], Autocast, Facts] | None = None
+        self.label = "reconstruct:" + name
 
     def where(self, action: tuple[int, str, int] | None = None) -> str:
         """How messages name this block, and an action on it."""
@@ -232,17 +240,14 @@ class BlockCall:
 
     def facts_for(self, tensors: Sequence[torch.Tensor], needs: tuple[bool, ...], autocast: Autocast) -> Facts:
         """The facts for the structure of the last `refresh` and this class of inputs, new ones if this is the first time."""
-        inputs = [(t.shape, t.dtype, t.stride()) for t in tensors]
-        last = self._last
-        if last is not None and last[0] == inputs and last[1] == needs and (last[2] is autocast or last[2] == autocast):
-            return last[3]
-        key = (self.structure.signature, needs, autocast if autocast.active else None, tuple(inputs))
+        inputs = tuple([(t.shape, t.dtype, t.stride()) for t in tensors])
+        key = (self.structure.signature, needs, autocast if autocast.active else None, inputs)
         facts = self._facts.get(key)
         if facts is None:
             facts = self._facts[key] = Facts(self.structure)
             if len(self._facts) > _MAX_FACTS:
                 self._facts.popitem(last=False)
-        self._last = (inputs, needs, autocast, facts)
+        self._last = (*inputs[0], needs, autocast, facts) if len(inputs) == 1 else None
         return facts
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -264,11 +269,24 @@ class BlockCall:
 
         Raises RestartStep when the block wrote to its input for the first time after runs in which it had not.
         """
-        facts = self.facts_for(tensors, needs, env.autocast)
-        record = Record(facts, shape, needs, env.generators.read(), env.autocast)
+        autocast = env.autocast
+        last = self._last
+        first = tensors[0]
+        if (
+            last is not None
+            and last[0] == first.shape
+            and last[1] is first.dtype
+            and last[2] == first.stride()
+            and last[3] == needs
+            and last[4] is autocast
+        ):
+            facts = last[5]
+        else:
+            facts = self.facts_for(tensors, needs, autocast)
+        record = Record(facts, shape, needs, env.generators.read(), autocast)
         versions = self._guard_buffers(record) if self.structure.buffers else None
         undo.append(record)
-        if env.autocast.active:
+        if autocast.active:
             # Casts that were cached without a graph would cut the weights off.
             torch.clear_autocast_cache()
         rebuilt: Rebuilt | None = None
@@ -345,7 +363,7 @@ class BlockCall:
             # The usual case. A leaf that requires grad cannot be written, so there is nothing to watch.
             leaf = tensors[0].detach().requires_grad_()
             try:
-                return Rebuilt([leaf], []), self._invoke(leaf)
+                return Rebuilt([leaf], []), self.module(leaf) if self.compute_dtype is None else self._invoke(leaf)
             except RuntimeError as error:
                 self._raise_late_write(error, facts, 1)
         leaves, arguments = self._gated(tensors, needs, facts, learn)
@@ -396,12 +414,27 @@ class BlockCall:
         outputs, record.out_shape = self._outputs(value)
         rebuilt.outputs = outputs
         facts.out_needs = tuple([t.requires_grad for t in outputs])
+        facts.differentiable = any(facts.out_needs)
         facts.leaves = self._leaves_of(rebuilt)
         return rebuilt, [t.detach() for t in outputs]
 
     def _run_no_grad(
         self, tensors: Sequence[torch.Tensor], shape: _tree.Shape, facts: Facts, record: Record
     ) -> list[torch.Tensor]:
+        if shape.spec is None and not facts.writes and not tensors[0].requires_grad:
+            # The usual case.
+            boundary = tensors[0]
+            version = boundary._version
+            _set_grad_enabled(False)
+            try:
+                value = self.module(boundary) if self.compute_dtype is None else self._invoke(boundary)
+            finally:
+                _set_grad_enabled(True)
+            if boundary._version != version:
+                facts.writes.add(0)
+                raise RestartStep(self.where() + " starts to write its input")
+            outputs, record.out_shape = self._outputs(value)
+            return outputs if not outputs[0].requires_grad else [t.detach() for t in outputs]
         if facts.writes:
             arguments = [exact_copy(t) if n in facts.writes else t for n, t in enumerate(tensors)]
         else:
@@ -445,7 +478,7 @@ class BlockCall:
         agree = (
             len(trial) == len(outputs)
             and all(same_bits(a, b) and a.stride() == b.stride() for a, b in zip(trial, outputs, strict=True))
-            and _same_random(trial_random, env.generators.read())
+            and same_random(trial_random, env.generators.read())
             and all(
                 same_bits(value, home[name])
                 for value, (home, name, _, _) in zip(trial_values, record.buffers, strict=True)
@@ -502,12 +535,7 @@ class BlockCall:
         """
         env.generators.write(record.random)
         structure = record.facts.structure
-        if (
-            env.reentered
-            and not record.buffers
-            and not record.autocast.active
-            and structure.training_is(structure.training)
-        ):
+        if env.reentered and not record.buffers and structure.training_is(structure.training):
             rebuilt, value = self._run_with_graph(tensors, record.in_shape, record.needs, record.facts, learn=False)
         else:
             with self._as_at_forward(record):
@@ -516,7 +544,8 @@ class BlockCall:
         outputs = rebuilt.outputs
         if len(outputs) == 1 and out_shape.spec is None:
             output = outputs[0]
-            if (output.shape, output.dtype) == record.out_meta[0] and (output.requires_grad,) == record.facts.out_needs:
+            shape, dtype = record.out_meta[0]
+            if output.shape == shape and output.dtype is dtype and output.requires_grad == record.facts.out_needs[0]:
                 return rebuilt
         if (
             len(outputs) != len(record.out_meta)
@@ -571,7 +600,7 @@ class BlockCall:
         return new
 
 
-def _same_random(a: Any, b: Any) -> bool:
+def same_random(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return bool(torch.equal(a, b))
     return bool(torch.equal(a[0], b[0])) and all(torch.equal(s, t) for (_, s), (_, t) in zip(a[1], b[1], strict=True))

@@ -14,8 +14,8 @@ import torch
 from torch.autograd.profiler import record_function
 
 from . import _tree
-from ._ambient import Generators
-from ._leaves import graph_leaves, reaches
+from ._ambient import Autocast, Generators
+from ._leaves import accumulate, graph_leaves, reaches
 from ._sharing import Collector, SharedLeaves
 from .adjoint import AdjointState
 from .blockcall import BlockCall, Environment, Rebuilt, Record, RestartStep
@@ -82,10 +82,12 @@ class Chain:
     # Blocks that turned out to have leaves which are not among their parameters.
     hidden: set[int]
     step_payload: dict[str, Any]
+    # That of the last sweep.
+    autocast: Autocast | None = None
     _owned: tuple[int, dict[int, list[torch.Tensor]]] = (-1, {})
 
-    def co_owned(self, b: int) -> Sequence[torch.Tensor]:
-        """The parameters of block b that other blocks have registered too."""
+    def co_owned(self) -> dict[int, list[torch.Tensor]]:
+        """By block, its parameters that other blocks have registered too; blocks without any are left out."""
         scans = sum([call.scans for call in self.calls])
         if self._owned[0] != scans:
             owners: dict[int, set[int]] = {}
@@ -98,7 +100,7 @@ class Chain:
                     if parameter.requires_grad and len(owners[id(parameter)]) > 1:
                         shared.setdefault(call.index, []).append(parameter)
             self._owned = (scans, shared)
-        return self._owned[1].get(b, ())
+        return self._owned[1]
 
 
 def split_rows(value: Any, parts: int) -> list[Any]:
@@ -136,7 +138,8 @@ class Sweep:
         self.before_vjp: Callable[[Sequence[torch.Tensor]], None] | None = None
         self._keep_output = keep_output
         self._undo: list[Record] = []
-        self._env = Environment(chain.generators, chain.device_types)
+        self._env = Environment(chain.generators, chain.device_types, chain.autocast)
+        chain.autocast = self._env.autocast
         self._random = chain.generators.read()
         self._now: dict[int, tuple[list[torch.Tensor], _tree.Shape, tuple[bool, ...]]] = {}
         self._originals: dict[int, list[torch.Tensor]] = {}
@@ -163,6 +166,7 @@ class Sweep:
             "L": self._load,
             "D": self._drop,
         }
+        self._first = _tree.flatten(inputs[0])[0][0].shape
         for m, value in enumerate(inputs):
             tensors, shape = _tree.flatten(value)
             # An inference tensor has no version counter and cannot be saved by autograd; a copy can.
@@ -292,12 +296,16 @@ class Sweep:
         if not b and m in self._originals:
             return self._originals[m]
         key = b + (m << 20)
-        for tensor, version in self._guards.get(key, ()):
-            if tensor._version != version:
-                raise RebuildMismatchError(
-                    f"{self.chain.calls[b].where((b, 'R', m))}: its input, boundary {b}, was modified in place after the forward. "
-                    "Do not write to the model's input or to a block's output between forward and backward"
-                )
+        guards = self._guards.get(key)
+        if guards is not None:
+            # The boundary has not moved: what guards it is what the store holds.
+            for tensor, version in guards:
+                if tensor._version != version:
+                    raise RebuildMismatchError(
+                        f"{self.chain.calls[b].where((b, 'R', m))}: its input, boundary {b}, was modified in place after the forward. "
+                        "Do not write to the model's input or to a block's output between forward and backward"
+                    )
+            return [tensor for tensor, _ in guards]
         if self.records[b, m].in_shape.spec is None:
             return [self.chain.store.fetch(key)]
         return self.chain.store.fetch_all(key)
@@ -407,6 +415,16 @@ class Sweep:
     def _no_gradient() -> LossError:
         return LossError("loss_fn gives no gradient to the model's output; it has to depend on its input tensor")
 
+    def runs(self) -> list[tuple[BlockCall, Record, torch.Size]]:
+        """Each block's run on the whole batch, with the shape of what it was given."""
+        found = []
+        shape = self._first
+        for b, call in enumerate(self.chain.calls):
+            record = self.records[b, 0]
+            found.append((call, record, shape))
+            shape = record.out_meta[0][0]
+        return found
+
     def loss_alone(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of the whole output and its adjoint a_L, without the passes; for a reverse pass that is not walked here."""
         loss = self._loss_on_leaves(b, 0, 1.0)
@@ -430,8 +448,9 @@ class Sweep:
         shared = self._shared.get(m)
         if shared is None:
             length = len(self.chain.calls)
+            co_owned = self.chain.co_owned()
             readers: list[tuple[int, Sequence[torch.Tensor]]] = [
-                (b, [*self.records[b, m].facts.leaves, *self.chain.co_owned(b)]) for b in range(length) if (b, m) in self.records
+                (b, [*self.records[b, m].facts.leaves, *co_owned.get(b, ())]) for b in range(length) if (b, m) in self.records
             ]
             joined = m in self._roots
             if joined:
@@ -449,7 +468,7 @@ class Sweep:
         if self.chain.profiler.enabled:
             self._started = time.perf_counter()
         record = self.records[b, m]
-        if not any(record.facts.out_needs):
+        if not record.facts.differentiable:
             return
         call = self.chain.calls[b]
         if self._resume is None:
@@ -502,9 +521,14 @@ class Sweep:
             del adjoints
         inputs = rebuilt.inputs
         del rebuilt
-        self._adjoints[m] = self.collector.vjp(roots, grads, inputs, leaves, sharing.of(b))
+        shared = sharing.of(b)
+        if shared or not roots or self.collector.into is not None:
+            self._adjoints[m] = self.collector.vjp(roots, grads, inputs, leaves, shared)
+        else:
+            accumulate(roots, grads)
+            self._adjoints[m] = [None if t is None else t.grad for t in inputs]
         if self.chain.profiler.enabled and self._started:
-            self.chain.profiler.record("reconstruct:" + call.name, time.perf_counter() - self._started)
+            self.chain.profiler.record(call.label, time.perf_counter() - self._started)
             self._started = 0.0
         if self.chain.events.active:
             self._report(b, m)

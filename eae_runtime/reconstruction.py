@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -10,28 +12,35 @@ from ._ambient import Generators
 from ._leaves import graph_leaves
 from ._sharing import Collector
 from .adjoint import AdjointState
-from .blockcall import BlockCall, Environment, Record
-from .errors import PassError
+from .blockcall import BlockCall, Environment, Record, RestartStep, same_random
+from .errors import PassError, RebuildMismatchError
 from .events import EventBus, EventType
 
 __all__ = ["ReconstructionEngine"]
+
+# A run of a block, with the shape of what it was given.
+Run = tuple[BlockCall, Record, torch.Size]
 
 
 class ReconstructionEngine:
     """Rebuilds a block from its boundary and takes the local VJP (paper, eq. 3-5).
 
     A block that has run in the runtime's last forward is rebuilt under the state it ran in: generators, autocast, training flags,
-    buffers. Any other block is run as it is now, and its buffers are put back.
+    buffers. Any other block is run as it is now, and its buffers are put back; so is one that is rebuilt from a part of its input,
+    unless it draws random numbers or writes buffers: what it did to the whole input cannot be repeated on a part (RebuildMismatchError).
     """
 
     def __init__(self, event_bus: EventBus | None = None, compute_dtype: torch.dtype | None = None) -> None:
         self.event_bus = event_bus or EventBus()
         self.compute_dtype = compute_dtype
-        self._runs: dict[int, tuple[BlockCall, Record]] = {}
+        # By the id of the module, its runs by their number in the chain.
+        self._runs: dict[int, dict[int, Run]] = {}
 
-    def remember(self, runs: dict[int, tuple[BlockCall, Record]]) -> None:
-        """Takes the runs of the last forward, keyed by the id of the block; a block that ran twice is left out by the caller."""
-        self._runs = runs
+    def remember(self, runs: Sequence[Run]) -> None:
+        """Takes the runs of the last forward: each with the shape of its input. Of a module that stands in the chain twice, the adjoint's `layer_id` tells which run is meant."""
+        self._runs = {}
+        for run in runs:
+            self._runs.setdefault(id(run[0].module), {})[run[0].index] = run
 
     def reconstruct(
         self, block: nn.Module, input_activation: torch.Tensor, adjoint: AdjointState, block_name: str = ""
@@ -40,7 +49,7 @@ class ReconstructionEngine:
 
         Raises PassError if the adjoint does not have the shape of the block's output.
         """
-        call, record = self._run_of(block, input_activation, block_name)
+        call, record = self._run_of(block, input_activation, block_name, adjoint.layer_id - 1)
         env = Environment(Generators([input_activation.device]), (input_activation.device.type,))
         random = env.generators.read()
         try:
@@ -68,20 +77,38 @@ class ReconstructionEngine:
             self.event_bus.emit(EventType.BLOCK_RECONSTRUCTED, block=block_name, layer_id=adjoint.layer_id, grad_norm=norm)
         return result, gradients
 
-    def _run_of(self, block: nn.Module, x: torch.Tensor, name: str) -> tuple[BlockCall, Record]:
-        run = self._runs.get(id(block))
+    def _run_of(self, block: nn.Module, x: torch.Tensor, name: str, index: int) -> tuple[BlockCall, Record]:
+        runs = self._runs.get(id(block), {})
+        run = next(iter(runs.values())) if len(runs) == 1 else runs.get(index)
         floating = x.is_floating_point() or x.is_complex()
+        part = False
         if run is not None and run[0].module is block:
-            call, record = run
-            return call, record.for_input((floating,))
-        call = BlockCall(block, name or type(block).__name__, 0, self.compute_dtype)
+            call, record, shape = run
+            if x.shape == shape:
+                # Where nothing needed a gradient, nothing does now.
+                return call, record.for_input((floating,)) if record.facts.differentiable else record
+            part = True
+        call = BlockCall(block, name or type(block).__name__, max(index, 0), self.compute_dtype)
+        return call, self._fresh_run(call, x, floating, part)
+
+    @staticmethod
+    def _fresh_run(call: BlockCall, x: torch.Tensor, floating: bool, part: bool) -> Record:
         env = Environment(Generators([x.device]), (x.device.type,))
         random = env.generators.read()
-        undo: list[Record] = []
-        try:
-            _, _, record, _ = call.forward([x.detach()], _tree.SINGLE, (floating,), env, False, undo)
-        finally:
-            for one in undo:
-                one.restore_buffers()
-            env.generators.write(random)
-        return call, record
+        while True:
+            undo: list[Record] = []
+            try:
+                _, _, record, _ = call.forward([x.detach()], _tree.SINGLE, (floating,), env, False, undo)
+                if part and (record.buffers or not same_random(random, env.generators.read())):
+                    raise RebuildMismatchError(
+                        f"{call.where()} was run on the whole batch and shall be rebuilt from a part of it, but it draws random numbers "
+                        "or writes buffers; rebuild it from the whole boundary, or use the pipeline scheduler, which runs the forward in "
+                        "parts too"
+                    )
+                return record
+            except RestartStep:
+                continue
+            finally:
+                for one in undo:
+                    one.restore_buffers()
+                env.generators.write(random)

@@ -17,7 +17,7 @@ from ._sharing import Collector
 from ._transaction import Gradients, annotate, deferred_interrupt
 from .adjoint import AdjointState
 from .backend import BackendManager
-from .blockcall import BlockCall, Record, RestartStep
+from .blockcall import BlockCall, RestartStep
 from .blocks import BlockDecomposer
 from .boundary_store import BoundaryStore
 from .config import RuntimeConfig
@@ -180,7 +180,8 @@ class EAERuntime:
         return self._program(microbatches, split=split, targets=targets, input_grad=False).text
 
     def _program(self, microbatches: int, *, split: bool, targets: bool, input_grad: bool) -> Program:
-        needs = input_grad
+        # forward() keeps every boundary, for whoever reads them; what needs no gradient is still not rebuilt.
+        needs = input_grad or split
         vjp = []
         for call in self._chain.calls:
             call.refresh()
@@ -235,7 +236,8 @@ class EAERuntime:
     def _parts(self, tensors: list[torch.Tensor]) -> int:
         """How many microbatches a batch is cut into: as many as asked for, but none empty."""
         scheduler = self.scheduler
-        wanted = scheduler.num_microbatches if isinstance(scheduler, PipelineScheduler) else 1
+        # A `run` of the user's own is given the whole batch.
+        wanted = scheduler.num_microbatches if isinstance(scheduler, PipelineScheduler) and not self._custom() else 1
         if wanted <= 1:
             return 1
         rows = {t.shape[0] if t.dim() else None for t in tensors}
@@ -249,8 +251,8 @@ class EAERuntime:
         return -(-count // chunk)
 
     def _need_input_grad(self, tensors: list[torch.Tensor]) -> bool:
-        """Passes see the adjoint of the input too, as in 0.1.1."""
-        return len(self.pipeline) > 0 and any(t.is_floating_point() for t in tensors)
+        """Passes and a `run` of the user's own see the adjoint of the input too, as in 0.1.1."""
+        return (len(self.pipeline) > 0 or self._custom()) and any(t.is_floating_point() for t in tensors)
 
     def _new_sweep(self, x: Any, parts: int, tensors: list[torch.Tensor], *, keep_output: bool) -> Sweep:
         self._drop_sweep()
@@ -361,11 +363,7 @@ class EAERuntime:
         loss, adjoint = sweep.loss_alone(length)
         state = AdjointState(tensor=adjoint, layer_id=length, block="output")
         state = self.pipeline.run(state, {"block_index": length, "block_name": "output"})
-        runs: dict[int, tuple[BlockCall, Record]] = {}
-        for (b, m), record in sweep.records.items():
-            if m == 0 and self.blocks.count(self.blocks[b]) == 1:
-                runs[id(self.blocks[b])] = (self._chain.calls[b], record)
-        self.reconstruction_engine.remember(runs)
+        self.reconstruction_engine.remember(sweep.runs())
         context = ReverseContext(
             blocks=self.blocks,
             block_names=self.block_names,
@@ -380,7 +378,7 @@ class EAERuntime:
         try:
             found = self.scheduler.run(context)
         finally:
-            self.reconstruction_engine.remember({})
+            self.reconstruction_engine.remember([])
         if not isinstance(found, dict):
             raise EAEError(f"{type(self.scheduler).__name__}.run returned {type(found).__name__}; it has to return {{parameter: gradient}}")
         for leaf, grad in found.items():
