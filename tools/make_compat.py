@@ -1,5 +1,5 @@
-"""Installs the checkout with pip into a fresh environment of each Python from 3.10 to 3.13 that is found, with the
-newest torch that pyproject.toml names, and once more with the oldest torch claimed, and trains a step in each.
+"""Installs the sdist with pip into a fresh environment of each Python from 3.10 to 3.13 that is found, with the torch
+that pyproject.toml pins, and once more with the oldest torch claimed, and trains in each (tools/smoke.py).
 
     python tools/make_compat.py [--keep] [--only 3.12] [--torch VERSION]
 
@@ -14,13 +14,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import build_core
-from make_wheel import cache_environment
+from make_wheel import build_sdist, cache_environment
 
 ROOT = build_core.ROOT
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+FOLDER = ROOT / "build" / "compat"
+NEEDED_GB = 8
+
+
+def version_of(interpreter: Path) -> str | None:
+    """As "3.12"; None when it does not run."""
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    out = subprocess.run([str(interpreter), "-c", code], capture_output=True, text=True)
+    return out.stdout.strip() if out.returncode == 0 else None
 
 
 def interpreters() -> dict[str, Path]:
@@ -30,9 +40,7 @@ def interpreters() -> dict[str, Path]:
         candidates = [Path(path) for path in [shutil.which(f"python{version}")] if path]
         candidates += sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
         for candidate in candidates:
-            code = "import sys; print('%d.%d' % sys.version_info[:2])"
-            out = subprocess.run([str(candidate), "-c", code], capture_output=True, text=True)
-            if out.returncode == 0 and out.stdout.strip() == version:
+            if version_of(candidate) == version:
                 found[version] = candidate
                 break
     return found
@@ -46,26 +54,28 @@ def torch_versions() -> tuple[str, str]:
     return oldest[1], pinned[1]
 
 
-def attempt(interpreter: Path, torch: str, keep: bool) -> bool:
-    """One environment: torch, `pip install .`, the smoke test. Prints what came of it."""
-    folder = ROOT / "build" / "compat" / f"{interpreter.parent.parent.name}-torch{torch}"
+def attempt(version: str, interpreter: Path, torch: str, sdist: Path, keep: bool) -> str:
+    """One environment: torch, `pip install` of the sdist, the smoke test. Gives what failed, "" if nothing did."""
+    folder = FOLDER / f"python{version}-torch{torch}"
     python = folder / "bin" / "python"
-    try:
-        if not python.exists():
-            subprocess.run([str(interpreter), "-m", "venv", str(folder)], check=True)
-        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-        subprocess.run([*pip, f"torch=={torch}"], check=True)
-        subprocess.run([*pip, str(ROOT)], check=True, env=cache_environment())
-        with tempfile.TemporaryDirectory() as elsewhere:
-            script = shutil.copy(ROOT / "tools" / "smoke.py", elsewhere)
-            subprocess.run([str(python), script], check=True, cwd=elsewhere)
-    except subprocess.CalledProcessError as error:
-        print(f"FAILED: {interpreter} with torch {torch}: {error}", flush=True)
-        return False
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-    return True
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    with tempfile.TemporaryDirectory() as elsewhere:
+        script = shutil.copy(ROOT / "tools" / "smoke.py", elsewhere)
+        steps = [
+            ("making the environment", [str(interpreter), "-m", "venv", "--clear", str(folder)]),
+            ("installing torch", [*pip, f"torch=={torch}"]),
+            ("installing the package", [*pip, str(sdist)]),
+            ("training", [str(python), script]),
+        ]
+        try:
+            for name, command in steps:
+                # Elsewhere, so that the package can only come from the environment.
+                if subprocess.run(command, cwd=elsewhere, env=cache_environment()).returncode != 0:
+                    return name
+            return ""
+        finally:
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> int:
@@ -76,15 +86,31 @@ def main() -> int:
     args = parser.parse_args()
     found = {version: path for version, path in interpreters().items() if args.only in (None, version)}
     if not found:
-        print("error: no Python from 3.10 to 3.13 was found", file=sys.stderr)
+        print(f"error: no Python {args.only or 'from 3.10 to 3.13'} was found", file=sys.stderr)
         return 1
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(FOLDER).free / 1e9
+    if free < NEEDED_GB:
+        print(
+            f"error: an environment with torch needs {NEEDED_GB} GB in {FOLDER}, {free:.1f} GB are free",
+            file=sys.stderr,
+        )
+        return 1
+    sdist = build_sdist(FOLDER)
     oldest, pinned = torch_versions()
-    runs = [(path, args.torch or pinned) for path in found.values()]
+    runs = [(version, args.torch or pinned) for version in found]
     if args.torch is None:
-        runs.append((next(iter(found.values())), oldest))
+        runs.append((next(iter(found)), oldest))
     # All are tried, also after a failure.
-    results = [attempt(path, torch, args.keep) for path, torch in runs]
-    return 0 if all(results) else 1
+    outcomes = []
+    for version, torch in runs:
+        start = time.monotonic()
+        fault = attempt(version, found[version], torch, sdist, args.keep)
+        outcome = f"FAILED at {fault}" if fault else "ok"
+        outcomes.append(f"Python {version}, torch {torch}: {outcome} ({time.monotonic() - start:.0f} s)")
+        print(outcomes[-1], flush=True)
+    print("\n".join(["", *outcomes]))
+    return int(any("FAILED" in outcome for outcome in outcomes))
 
 
 if __name__ == "__main__":

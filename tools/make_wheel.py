@@ -32,6 +32,16 @@ def cache_environment() -> dict[str, str]:
     return env
 
 
+def build_sdist(folder: Path) -> Path:
+    """Builds the sdist into that folder; gives its path."""
+    for old in folder.glob("*.tar.gz"):
+        old.unlink()
+    cmd = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(cmd, check=True, stdout=subprocess.DEVNULL)
+    (sdist,) = folder.glob("*.tar.gz")
+    return sdist
+
+
 def build() -> Path:
     """Builds the sdist, and the wheel from the sdist; gives the wheel."""
     dist = ROOT / "dist"
