@@ -3,6 +3,8 @@ package api
 import (
 	"context"
 	"encoding/json"
+	"fmt"
+	"sync/atomic"
 	"unsafe"
 
 	"github.com/eae-runtime/eae-runtime/bridge/offheap"
@@ -10,6 +12,7 @@ import (
 	"github.com/eae-runtime/eae-runtime/gocore/memory"
 	"github.com/eae-runtime/eae-runtime/gocore/passes"
 	"github.com/eae-runtime/eae-runtime/gocore/tensor"
+	"github.com/eae-runtime/eae-runtime/gocore/trace"
 )
 
 var chains = table[*passChain]{noun: "chain of passes"}
@@ -22,6 +25,7 @@ const keepPerSize = 8
 type passChain struct {
 	chain *passes.Chain
 	pool  *memory.Pool
+	trace atomic.Pointer[trace.Recorder]
 }
 
 // Get lends the memory of a result; it goes back when the tensor dies.
@@ -65,8 +69,13 @@ func (c *passChain) apply(in []*tensor.Tensor, about applyContext) ([]*tensor.Te
 			grad.Src[i].Free()
 		}
 	}()
+	recorder := c.trace.Load()
+	start := recorder.Start()
 	if err := c.chain.Apply(&passes.Context{Buffers: c, Stats: about.Stats, MoveUnchanged: true}, grad); err != nil {
 		return nil, err
+	}
+	if recorder != nil {
+		recorder.End(trace.LanePasses, fmt.Sprintf("%dP%d", about.Block, about.Microbatch), start, 0)
 	}
 	out := make([]*tensor.Tensor, len(grad.Dst))
 	for i := range grad.Dst {
@@ -87,7 +96,7 @@ func ChainNew(spec string) (int64, error) {
 			chain.Close()
 			return 0, err
 		}
-		return chains.add(&passChain{chain, pool}), nil
+		return chains.add(&passChain{chain: chain, pool: pool}), nil
 	})
 }
 
@@ -191,6 +200,21 @@ func ChainSetState(h int64, text string) error {
 			return err
 		}
 		return chain.chain.SetState(string(whole))
+	})
+}
+
+// ChainTrace has each ChainApply recorded by the trace of that handle, on the lane "passes" and named as the action ("3P0"); 0 ends it.
+func ChainTrace(h, traceHandle int64) error {
+	return guard(func() error {
+		chain, err := chains.get(h)
+		if err != nil {
+			return err
+		}
+		recorder, err := recorderOf(traceHandle)
+		if err == nil {
+			chain.trace.Store(recorder)
+		}
+		return err
 	})
 }
 

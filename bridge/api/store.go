@@ -207,6 +207,17 @@ func StoreClear(h int64) error {
 	return withStore(h, func(store *boundary.Store) error { return store.Clear() })
 }
 
+// StoreTrace has the store's moves and loads recorded by the trace of that handle; 0 ends it.
+func StoreTrace(h, traceHandle int64) error {
+	return withStore(h, func(store *boundary.Store) error {
+		recorder, err := recorderOf(traceHandle)
+		if err == nil {
+			store.SetTrace(recorder)
+		}
+		return err
+	})
+}
+
 // StoreClose drops every boundary, joins the store's goroutines and removes its files. Tensors that were got stay valid. A second call does
 // nothing.
 func StoreClose(h int64) error {

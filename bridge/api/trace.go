@@ -15,6 +15,14 @@ func TraceNew(spec string) (int64, error) {
 	})
 }
 
+// recorderOf is the recorder of a handle, nil for 0.
+func recorderOf(h int64) (*trace.Recorder, error) {
+	if h == 0 {
+		return nil, nil
+	}
+	return traces.get(h)
+}
+
 // TraceAdd records a batch of lines (see trace.Recorder.AddLines).
 func TraceAdd(h int64, lines string) error {
 	return guard(func() error {

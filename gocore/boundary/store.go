@@ -13,6 +13,7 @@ import (
 	"github.com/eae-runtime/eae-runtime/gocore/errs"
 	"github.com/eae-runtime/eae-runtime/gocore/memory"
 	"github.com/eae-runtime/eae-runtime/gocore/tensor"
+	"github.com/eae-runtime/eae-runtime/gocore/trace"
 )
 
 // Options are the parts that a [Store] works with. Every one may be left out.
@@ -57,6 +58,7 @@ type Store struct {
 	late      []error // failures that no caller has seen
 	closeDone chan struct{}
 
+	trace   atomic.Pointer[trace.Recorder]
 	stop    atomic.Bool  // Close has begun: jobs stop at their next chunk
 	writing atomic.Int64 // bytes of files being written
 	workers errgroup.Group

@@ -142,12 +142,14 @@ func (s *Store) removeInline() {
 // through queue, or on this thread without one. chunk may be nil.
 func (s *Store) runJob(e *entry, chunk []byte, queue *Releases) error {
 	for {
+		span := s.beginSpan(e)
 		err := s.withChunk(chunk, func(chunk []byte) error {
 			if e.phase == moving {
 				return s.doMove(e, chunk)
 			}
 			return s.doLoad(e, chunk)
 		})
+		span.end()
 		s.mu.Lock()
 		garbage, again := s.finish(e, err)
 		err = e.err
