@@ -5,7 +5,8 @@ Note [Boundary keys]
 
 Note [A wait can be interrupted]
     Inside a call into the core the interpreter sees no signal. So a wait for a tier is cut into calls of at most 100
-    ms, and has an end: the store's timeout.
+    ms, and has an end: the store's timeout. That holds for a store that is not async too: its moves and loads are done
+    when the call that asks for them returns, and may take long.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class BoundaryStore:
         address = _bridge.export(kept)
         try:
             _bridge.core.api_StoreCopy(self._handle, idx, address)
-            if self._moves:
-                _bridge.core.api_StoreMove(self._handle, idx)
+            if self._moves and not _bridge.core.api_StoreMove(self._handle, idx):
+                self._wait("StoreSettle", idx)
         except RuntimeError as error:
             self._fail(error)
 
@@ -118,6 +119,8 @@ class BoundaryStore:
         """
         if idx not in self:
             raise StoreKeyError(f"boundary {idx} is not in the store")
+        if self._moves:
+            self.load(idx)
         tensor = self.fetch(idx)
         assert isinstance(tensor, torch.Tensor)
         return tensor.to(device=device, dtype=dtype)
@@ -141,6 +144,10 @@ class BoundaryStore:
         """The core's counters of this store."""
         stats: dict[str, Any] = json.loads(self._ask("StoreStats"))
         return stats
+
+    def trace_into(self, trace: int) -> None:
+        """Has the core's trace of that handle record every move and load; 0 ends it."""
+        self._ask("StoreTrace", trace)
 
     def close(self) -> None:
         """Drops everything, ends background work, removes files. A second call does nothing."""
@@ -174,21 +181,23 @@ class BoundaryStore:
         """Action `S`: starts moving a boundary to the store's tier; a store that is not async has moved it on
         return."""
         try:
-            _bridge.core.api_StoreMove(self._handle, key)
+            if not _bridge.core.api_StoreMove(self._handle, key):
+                self._wait("StoreSettle", key)
         except RuntimeError as error:
             self._fail(error)
 
     def load(self, key: int) -> None:
         """Action `L`: starts loading a boundary back; a store that is not async has loaded it on return."""
         try:
-            _bridge.core.api_StoreLoad(self._handle, key)
+            if not _bridge.core.api_StoreLoad(self._handle, key):
+                self._wait("StoreSettle", key)
         except RuntimeError as error:
             self._fail(error)
 
     def fetch(self, key: int) -> torch.Tensor:
         """The boundary's tensor; waits for a load that is under way."""
         if self._waits:
-            self._wait(key)
+            self._wait("StoreWait", key)
         try:
             tensor = _bridge.adopt(_bridge.core.api_StoreGet(self._handle, key))
         except RuntimeError as error:
@@ -198,7 +207,7 @@ class BoundaryStore:
     def fetch_all(self, key: int) -> list[torch.Tensor]:
         """The tensors of a boundary of several, in the order in which they were given."""
         if self._waits:
-            self._wait(key)
+            self._wait("StoreWait", key)
         try:
             reply = _bridge.core.api_StoreGetN(self._handle, key)
         except RuntimeError as error:
@@ -213,14 +222,14 @@ class BoundaryStore:
         except RuntimeError as error:
             self._fail(error)
 
-    def _wait(self, key: int) -> None:
-        """See Note [A wait can be interrupted]."""
+    def _wait(self, name: str, key: int) -> None:
+        """Calls the core's `name` until it says that the boundary is there. See Note [A wait can be interrupted]."""
         end = time.monotonic() + self.timeout
         try:
-            while not _bridge.core.api_StoreWait(self._handle, key, _SLICE_MS):
+            while not getattr(_bridge.core, "api_" + name)(self._handle, key, _SLICE_MS):
                 if time.monotonic() > end:
                     raise StoreTimeoutError(
-                        f"boundary {key} has not come back from the {self.tier} tier in {self.timeout} s"
+                        f"boundary {key} was not moved to or from the {self.tier} tier in {self.timeout} s"
                     )
         except RuntimeError as error:
             self._fail(error)

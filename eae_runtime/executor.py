@@ -166,9 +166,10 @@ class Sweep:
             "L": self._load,
             "D": self._drop,
         }
-        self._first = _tree.flatten(inputs[0])[0][0].shape
+        self._given: list[list[torch.Size]] = []
         for m, value in enumerate(inputs):
             tensors, shape = _tree.flatten(value)
+            self._given.append([t.shape for t in tensors])
             # An inference tensor has no version counter and cannot be saved by autograd; a copy can.
             tensors = [t.clone() if t.is_inference() else t for t in tensors]
             needs = tuple([(t.requires_grad or need_input_grad) and (t.is_floating_point() or t.is_complex()) for t in tensors])
@@ -286,9 +287,8 @@ class Sweep:
         events = self.chain.events
         if events.active and events.wants(EventType.MEMORY_RELEASED):
             record = self.records.get((b - 1, m))
-            shapes = [tuple(s) for s, _ in record.out_meta] if record else [tuple(t.shape) for t in self._originals.get(m, [])]
-            for shape in shapes:
-                events.emit(EventType.MEMORY_RELEASED, shape=shape)
+            for shape in [s for s, _ in record.out_meta] if record else self._given[m]:
+                events.emit(EventType.MEMORY_RELEASED, shape=tuple(shape))
         if b or m not in self._originals:
             self.chain.store.drop(key)
 
@@ -418,7 +418,7 @@ class Sweep:
     def runs(self) -> list[tuple[BlockCall, Record, torch.Size]]:
         """Each block's run on the whole batch, with the shape of what it was given."""
         found = []
-        shape = self._first
+        shape = self._given[0][0]
         for b, call in enumerate(self.chain.calls):
             record = self.records[b, 0]
             found.append((call, record, shape))
@@ -491,12 +491,15 @@ class Sweep:
                 raise RestartStep(call.where() + " reads a leaf of another block that it did not read before")
 
     def _vjp(self, b: int, m: int) -> None:
+        if self.chain.profiler.enabled and not self._started:
+            self._started = time.perf_counter()
         record = self.records[b, m]
         rebuilt = self._graphs.pop((b, m), None)
         if rebuilt is None:
             # Nothing flows through this block, but a running sum may wait for it.
             self.collector.vjp([], [], [], (), self._sharing(m, ()).of(b))
             self._adjoints[m] = [None] * len(record.needs)
+            self._started = 0.0
             return
         call = self.chain.calls[b]
         joined = self._roots.get(m)

@@ -98,6 +98,9 @@ class EAERuntime:
         self.pipeline = AdjointPipeline(passes=list(config.passes), event_bus=self.event_bus, profiler=self.profiler)
         self.last_loss: float | None = None
         self._trace = Trace() if config.trace else None
+        if self._trace is not None:
+            self.boundary_store.trace_into(self._trace.handle)
+            self.pipeline.trace = self._trace.handle
         self._programs: dict[Any, Program] = {}
         self._last_grads: list[torch.Tensor] = []
         self._stats: dict[str, float] = {}
@@ -138,6 +141,7 @@ class EAERuntime:
         self._drop_sweep()
         self._last_grads = []
         self.boundary_store.close()
+        self.pipeline.trace = 0
         self.pipeline.close()
         self.memory_manager.close()
         if self._trace is not None:

@@ -117,14 +117,25 @@ func StoreCopy(h, key, dl int64) error {
 	})
 }
 
-// StoreMove is action S: it starts moving a boundary to the store's tier. An asynchronous store returns at once.
-func StoreMove(h, key int64) error {
-	return withStore(h, func(store *boundary.Store) error { return store.Move(key) })
+// slice bounds how long a call stays away: a host's main thread hears no signal meanwhile.
+const slice = 100 * time.Millisecond
+
+// StoreMove is action S: it moves a boundary to the store's tier. It returns within about 100 ms, false if the move goes on: StoreSettle
+// waits on. An asynchronous store returns at once, and true.
+func StoreMove(h, key int64) (bool, error) {
+	return askStore(h, func(store *boundary.Store) (bool, error) { return store.MoveFor(key, slice) })
 }
 
-// StoreLoad is action L: it starts loading a boundary back. An asynchronous store returns at once.
-func StoreLoad(h, key int64) error {
-	return withStore(h, func(store *boundary.Store) error { return store.Load(key) })
+// StoreLoad is action L: it loads a boundary back, and returns as StoreMove does.
+func StoreLoad(h, key int64) (bool, error) {
+	return askStore(h, func(store *boundary.Store) (bool, error) { return store.LoadFor(key, slice) })
+}
+
+// StoreSettle waits up to ms milliseconds for a boundary's move or load and says whether it is done. Its failure comes from here.
+func StoreSettle(h, key, ms int64) (bool, error) {
+	return askStore(h, func(store *boundary.Store) (bool, error) {
+		return store.Settled(key, time.Duration(ms)*time.Millisecond)
+	})
 }
 
 // StoreWait waits up to ms milliseconds for a boundary, whose load it starts if that has not been done, and says whether it can be got without

@@ -30,8 +30,13 @@ func TestABoundaryComesBack(t *testing.T) {
 			require.NoError(t, err)
 			key := int64(7 + 3<<20)
 			require.NoError(t, StorePut(h, key, host.give(1, 2, 3)))
-			require.NoError(t, StoreMove(h, key))
-			require.NoError(t, StoreLoad(h, key))
+			for _, start := range []func(int64, int64) (bool, error){StoreMove, StoreLoad} {
+				done, err := start(h, key)
+				for ; !done; done, err = StoreSettle(h, key, 100) {
+					require.NoError(t, err)
+				}
+				require.NoError(t, err)
+			}
 			for ready := false; !ready; {
 				ready, err = StoreWait(h, key, 100)
 				require.NoError(t, err)
@@ -48,7 +53,10 @@ func TestABoundaryComesBack(t *testing.T) {
 			require.Equal(t, []float32{1, 2, 3}, host.take(got), "what was got outlives the drop")
 			require.NoError(t, StoreClose(h))
 			require.NoError(t, StoreClose(h), "a second close does nothing")
-			code(t, StoreMove(h, key), "ClosedError")
+			_, err = StoreMove(h, key)
+			code(t, err, "ClosedError")
+			_, err = StoreSettle(h, key, 0)
+			code(t, err, "ClosedError")
 		})
 	}
 }
@@ -60,7 +68,8 @@ func TestAWaitStartsTheLoad(t *testing.T) {
 			h, err := StoreNew(spec)
 			require.NoError(t, err)
 			require.NoError(t, StorePut(h, 1, host.give(4)))
-			require.NoError(t, StoreMove(h, 1))
+			_, err = StoreMove(h, 1)
+			require.NoError(t, err)
 			for ready := false; !ready; {
 				ready, err = StoreWait(h, 1, 100)
 				require.NoError(t, err)
@@ -134,7 +143,8 @@ func TestStoreErrorsHaveTheirClass(t *testing.T) {
 	_, err = StoreWait(h, 5, 0)
 	code(t, err, "StoreKeyError")
 	code(t, StoreDrop(h, 5), "StoreKeyError")
-	code(t, StoreLoad(h, 5), "StoreKeyError")
+	_, err = StoreLoad(h, 5)
+	code(t, err, "StoreKeyError")
 	code(t, StorePutN(h, 1, "one"), "ConfigError")
 	require.NoError(t, StoreClose(h))
 	for name, call := range map[string]func() error{

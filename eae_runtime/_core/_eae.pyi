@@ -26,6 +26,9 @@ def api_ChainSetState(h: int, text: str) -> str:
 def api_ChainState(h: int) -> str:
     """ChainState gives the state of each pass as a JSON list, null for a pass without."""
 
+def api_ChainTrace(h: int, traceHandle: int) -> str:
+    """ChainTrace has each ChainApply recorded by the trace of that handle, on the lane "passes" and named as the action ("3P0"); 0 ends it."""
+
 def api_DrainReleases() -> int:
     """DrainReleases runs the queued deleters on the calling thread and gives their number."""
 
@@ -100,11 +103,12 @@ def api_StoreKeys(h: int) -> str:
 def api_StoreLen(h: int) -> int:
     """StoreLen is the number of boundaries."""
 
-def api_StoreLoad(h: int, key: int) -> str:
-    """StoreLoad is action L: it starts loading a boundary back. An asynchronous store returns at once."""
+def api_StoreLoad(h: int, key: int) -> bool:
+    """StoreLoad is action L: it loads a boundary back, and returns as StoreMove does."""
 
-def api_StoreMove(h: int, key: int) -> str:
-    """StoreMove is action S: it starts moving a boundary to the store's tier. An asynchronous store returns at once."""
+def api_StoreMove(h: int, key: int) -> bool:
+    """StoreMove is action S: it moves a boundary to the store's tier. It returns within about 100 ms, false if the move goes on: StoreSettle
+    waits on. An asynchronous store returns at once, and true."""
 
 def api_StoreNew(spec: str) -> int:
     """StoreNew makes a boundary store from the JSON form of boundary.Spec."""
@@ -115,8 +119,14 @@ def api_StorePut(h: int, key: int, dl: int) -> str:
 def api_StorePutN(h: int, key: int, dls: str) -> str:
     """StorePutN adopts a boundary of several tensors, comma separated addresses; what they share they will share when they come back."""
 
+def api_StoreSettle(h: int, key: int, ms: int) -> bool:
+    """StoreSettle waits up to ms milliseconds for a boundary's move or load and says whether it is done. Its failure comes from here."""
+
 def api_StoreStats(h: int) -> str:
     """StoreStats gives the store's exact counters as JSON (see boundary.Stats)."""
+
+def api_StoreTrace(h: int, traceHandle: int) -> str:
+    """StoreTrace has the store's moves and loads recorded by the trace of that handle; 0 ends it."""
 
 def api_StoreWait(h: int, key: int, ms: int) -> bool:
     """StoreWait waits up to ms milliseconds for a boundary, whose load it starts if that has not been done, and says whether it can be got without

@@ -30,6 +30,7 @@ type entry struct {
 	gone     bool // dropped while busy: whoever runs the job cleans up
 	inTier   bool // resident in the tier's own buffer: Move has nothing to do
 	told     bool // err has been returned to a caller
+	aside    bool // its job runs on a goroutine of its own: Note [Work in slices]
 	err      error
 	res      *holding
 	resBytes int64 // readable bytes in the books

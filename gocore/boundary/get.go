@@ -48,7 +48,7 @@ func (s *Store) acquire(ctx context.Context, key int64, want int) (*holding, err
 			return s.hold(e, want)
 		}
 		if e.phase == stored || e.phase == moving && !e.wantLoad {
-			if err := s.startLoad(e); err != nil {
+			if err := s.startLoad(e, false); err != nil {
 				return nil, err
 			}
 			s.mu.Lock()

@@ -46,6 +46,8 @@ type Spec struct {
 	Pin bool `json:"pin"`
 	// TimeoutSeconds bounds each wait whose context has no deadline.
 	TimeoutSeconds float64 `json:"timeout_seconds"`
+	// FileDelaySeconds is waited before each piece of a file that is written or read: a slow disk, for tests.
+	FileDelaySeconds float64 `json:"file_delay_seconds"`
 }
 
 // DefaultSpec is the device tier without a codec, pooling, two workers if made asynchronous, waits of at most ten minutes.
@@ -89,6 +91,9 @@ func (s Spec) Validate() error {
 	}
 	if !(s.TimeoutSeconds > 0 && s.TimeoutSeconds <= 86400) {
 		return bad("timeout_seconds", s.TimeoutSeconds, "more than 0, at most 86400")
+	}
+	if !(s.FileDelaySeconds >= 0 && s.FileDelaySeconds <= 60) {
+		return bad("file_delay_seconds", s.FileDelaySeconds, "0 to 60")
 	}
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -59,9 +60,9 @@ type Store struct {
 	closeDone chan struct{}
 
 	trace   atomic.Pointer[trace.Recorder]
-	stop    atomic.Bool  // Close has begun: jobs stop at their next chunk
-	writing atomic.Int64 // bytes of files being written
-	workers errgroup.Group
+	stop    atomic.Bool    // Close has begun: jobs stop at their next chunk
+	writing atomic.Int64   // bytes of files being written
+	workers errgroup.Group // and the goroutines of Note [Work in slices]
 }
 
 // New makes a store. ErrValue if the spec is not valid; ErrStore if the disk tier's folder cannot be made. On the disk tier it
@@ -80,6 +81,9 @@ func New(spec Spec, opt Options) (*Store, error) {
 	s.wake.L, s.idle.L = &s.mu, &s.mu
 	if s.fs == nil {
 		s.fs = OSFS{}
+	}
+	if spec.FileDelaySeconds > 0 {
+		s.fs = slowFS{s.fs, time.Duration(spec.FileDelaySeconds * float64(time.Second))}
 	}
 	if s.releases == nil {
 		s.releases = &Releases{}

@@ -17,7 +17,10 @@ import (
 // is left alone. Buffers are taken and the cap is checked before it returns, so that both depend on the order of calls only.
 // ErrStoreKey, ErrClosed; ErrStore if the cap would be passed, a buffer is missing, there is no Mover for the device, or, in a
 // store that is not asynchronous, the work failed. After a failure the boundary is still readable where it was, unrounded.
-func (s *Store) Move(key int64) error {
+func (s *Store) Move(key int64) error { return s.move(key, false) }
+
+// move is Move; aside is for Note [Work in slices].
+func (s *Store) move(key int64, aside bool) error {
 	s.mu.Lock()
 	e, err := s.lookup(key)
 	if err != nil || !s.spec.moves() || e.phase != resident || e.inTier {
@@ -32,23 +35,26 @@ func (s *Store) Move(key int64) error {
 	}
 	e.phase = moving
 	s.stats.Moves++
-	return s.start(e)
+	return s.start(e, aside)
 }
 
 // Load starts to bring a boundary back (action L); one that is moving follows when it has arrived. A readable one is left alone.
 // Errors as for Move. After a failure the boundary is still in the tier, and Load tries again.
-func (s *Store) Load(key int64) error {
+func (s *Store) Load(key int64) error { return s.load(key, false) }
+
+// load is Load; aside is for Note [Work in slices].
+func (s *Store) load(key int64, aside bool) error {
 	s.mu.Lock()
 	e, err := s.lookup(key)
 	if err != nil {
 		s.mu.Unlock()
 		return err
 	}
-	return s.startLoad(e)
+	return s.startLoad(e, aside)
 }
 
-// startLoad is Load with s.mu held, which it gives up.
-func (s *Store) startLoad(e *entry) error {
+// startLoad is load with s.mu held, which it gives up.
+func (s *Store) startLoad(e *entry, aside bool) error {
 	if e.phase == resident || e.phase == loading || e.wantLoad {
 		s.mu.Unlock()
 		return nil
@@ -70,17 +76,23 @@ func (s *Store) startLoad(e *entry) error {
 		return err
 	}
 	e.phase = loading
-	return s.start(e)
+	return s.start(e, aside)
 }
 
-// start queues e's job, or runs it here in a store that is not asynchronous. It gives up s.mu.
-func (s *Store) start(e *entry) error {
+// start queues e's job; a store that is not asynchronous runs it here, or aside if that is asked for and may take long. It gives
+// up s.mu.
+func (s *Store) start(e *entry, aside bool) error {
 	if s.spec.Async {
 		s.enqueue(e)
 		s.mu.Unlock()
 		return nil
 	}
 	s.take(e)
+	if e.aside = aside && s.mayTakeLong(e); e.aside {
+		s.runAside(e)
+		s.mu.Unlock()
+		return nil
+	}
 	s.mu.Unlock()
 	err := s.runJob(e, nil, nil)
 	s.removeInline()

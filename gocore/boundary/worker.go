@@ -277,7 +277,7 @@ func (s *Store) fail(e *entry, doing string, err error) {
 	if errors.Is(err, errChecksum) || errors.Is(err, errHeader) || errors.Is(err, errForeign) {
 		s.stats.ChecksumFailures++
 	}
-	e.err, e.told = s.explain(e, doing, err), !s.spec.Async
+	e.err, e.told = s.explain(e, doing, err), !s.spec.Async && !e.aside
 }
 
 // forgetIfLost leaves the buffers of a copy that never ended out of circulation.
