@@ -37,6 +37,8 @@ class AdjointPipeline:
         self.passes: list[AnyPass] = list(passes) if passes else []
         self.event_bus = event_bus or EventBus()
         self.profiler = profiler
+        # The core's trace that records the runs of core passes made from now on; 0 is none.
+        self.trace = 0
         # The chain made for the run of core passes that starts at this place.
         self._chains: dict[int, CoreChain] = {}
 
@@ -119,6 +121,8 @@ class AdjointPipeline:
             chain = self._chains.get(start)
             if chain is None or chain.key != CoreChain.key_of(passes):
                 chain = self._chains[start] = CoreChain(passes)
+                if self.trace:
+                    chain.trace_into(self.trace)
             adjoints = apply_core(chain, passes, adjoints, context)
         else:
             adjoints = [adjoint.clone() for adjoint in adjoints]

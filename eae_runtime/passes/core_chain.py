@@ -62,6 +62,10 @@ class CoreChain:
         self._finalizer = weakref.finalize(self, _close, self._handle)
         self._finalizer.atexit = False
 
+    def trace_into(self, trace: int) -> None:
+        """Has the core's trace of that handle record every run; 0 ends it."""
+        _bridge.call("ChainTrace", self._handle, trace)
+
     def close(self) -> None:
         """Frees the core's side. A second call does nothing."""
         self._finalizer()
