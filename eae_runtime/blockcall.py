@@ -59,24 +59,36 @@ class RestartStep(Exception):  # noqa: N818 - a signal between executor and runt
 class Environment:
     """What surrounds the blocks of one forward sweep: the generators in use and the autocast state of the caller.
 
-    `reentered` says whether the calling thread is in that state right now, without autocast and with grad mode on: then a rebuild has
-    nothing to enter.
+    `reentered` says whether everything is still so right now, without autocast and with grad mode on: then a rebuild has nothing to
+    enter.
     """
 
-    __slots__ = ("autocast", "generators", "reentered")
+    __slots__ = ("autocast", "generators", "reentered", "structure")
 
     def __init__(
-        self, generators: Generators, device_types: tuple[str, ...], autocast: Autocast | None = None
+        self,
+        generators: Generators,
+        device_types: tuple[str, ...],
+        autocast: Autocast | None = None,
+        structure: Structure | None = None,
     ) -> None:
-        """`autocast`: a state seen before, used again if it is still so (equal states are then the same object)."""
+        """autocast: a state seen before, used again if it is still so (equal states are then the same object). structure: that of all
+        blocks that are going to run, as it is now."""
         self.generators = generators
+        self.structure = structure
         now = Autocast(device_types)
         self.autocast = autocast if autocast == now and autocast is not None else now
         self.reentered = False
 
     def look(self) -> None:
         """Sets `reentered`; call it before the first rebuild of a run of rebuilds."""
-        self.reentered = not self.autocast.active and torch.is_grad_enabled() and self.autocast.matches_now()
+        self.reentered = (
+            self.structure is not None
+            and self.structure.training_is(self.structure.training)
+            and not self.autocast.active
+            and torch.is_grad_enabled()
+            and self.autocast.matches_now()
+        )
 
 
 class Facts:
@@ -215,8 +227,6 @@ class BlockCall:
         )
         self._keep_saved = False
         self.structure = Structure(module)
-        # How often the structure has changed: what is derived from it elsewhere is then made anew.
-        self.scans = 0
         self._last: tuple[Any, Any, Any, tuple[bool, ...], Autocast, Facts] | None = None
         self.label = "reconstruct:" + name
 
@@ -236,7 +246,6 @@ class BlockCall:
         if not self.structure.holds():
             self.structure = Structure(self.module)
             self._last = None
-            self.scans += 1
 
     def facts_for(self, tensors: Sequence[torch.Tensor], needs: tuple[bool, ...], autocast: Autocast) -> Facts:
         """The facts for the structure of the last `refresh` and this class of inputs, new ones if this is the first time."""
@@ -534,8 +543,7 @@ class BlockCall:
         Raises RebuildMismatchError if the outputs have another structure, shape or type than in the forward.
         """
         env.generators.write(record.random)
-        structure = record.facts.structure
-        if env.reentered and not record.buffers and structure.training_is(structure.training):
+        if env.reentered and not record.buffers:
             rebuilt, value = self._run_with_graph(tensors, record.in_shape, record.needs, record.facts, learn=False)
         else:
             with self._as_at_forward(record):

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from . import _tree
-from ._ambient import Autocast, Generators
+from ._chain import Chain
 from ._leaves import accumulate, graph_leaves, reaches
 from ._sharing import Collector, SharedLeaves
 from .adjoint import AdjointState
@@ -67,42 +67,6 @@ class Loss:
     weights: list[float] | None = None
 
 
-@dataclass
-class Chain:
-    """What a sweep runs on: the blocks and the parts of the runtime that it reports to."""
-
-    calls: list[BlockCall]
-    store: BoundaryStore
-    pipeline: AdjointPipeline
-    events: EventBus
-    profiler: Profiler
-    trace: Trace | None
-    generators: Generators
-    device_types: tuple[str, ...]
-    # Blocks that turned out to have leaves which are not among their parameters.
-    hidden: set[int]
-    step_payload: dict[str, Any]
-    # That of the last sweep.
-    autocast: Autocast | None = None
-    _owned: tuple[int, dict[int, list[torch.Tensor]]] = (-1, {})
-
-    def co_owned(self) -> dict[int, list[torch.Tensor]]:
-        """By block, its parameters that other blocks have registered too; blocks without any are left out."""
-        scans = sum([call.scans for call in self.calls])
-        if self._owned[0] != scans:
-            owners: dict[int, set[int]] = {}
-            for call in self.calls:
-                for parameter in call.parameters:
-                    owners.setdefault(id(parameter), set()).add(call.index)
-            shared: dict[int, list[torch.Tensor]] = {}
-            for call in self.calls:
-                for parameter in call.parameters:
-                    if parameter.requires_grad and len(owners[id(parameter)]) > 1:
-                        shared.setdefault(call.index, []).append(parameter)
-            self._owned = (scans, shared)
-        return self._owned[1]
-
-
 def split_rows(value: Any, parts: int) -> list[Any]:
     """Cuts every tensor of a tree along its first dimension into `parts` of ceil(rows / parts) rows, the last one smaller. The parts are
     views."""
@@ -138,7 +102,7 @@ class Sweep:
         self.before_vjp: Callable[[Sequence[torch.Tensor]], None] | None = None
         self._keep_output = keep_output
         self._undo: list[Record] = []
-        self._env = Environment(chain.generators, chain.device_types, chain.autocast)
+        self._env = Environment(chain.generators, chain.device_types, chain.autocast, chain.structure)
         chain.autocast = self._env.autocast
         self._random = chain.generators.read()
         self._now: dict[int, tuple[list[torch.Tensor], _tree.Shape, tuple[bool, ...]]] = {}
@@ -283,14 +247,15 @@ class Sweep:
 
     def _drop(self, b: int, m: int) -> None:
         key = b + (m << 20)
-        self._guards.pop(key, None)
         events = self.chain.events
         if events.active and events.wants(EventType.MEMORY_RELEASED):
             record = self.records.get((b - 1, m))
             for shape in [s for s, _ in record.out_meta] if record else self._given[m]:
                 events.emit(EventType.MEMORY_RELEASED, shape=tuple(shape))
         if b or m not in self._originals:
+            # Before its guard: a tensor that Python knows as well is let go without Python's lock.
             self.chain.store.drop(key)
+        self._guards.pop(key, None)
 
     def _fetch(self, b: int, m: int) -> list[torch.Tensor]:
         if not b and m in self._originals:
@@ -447,21 +412,18 @@ class Sweep:
         """Which leaves are shared in this microbatch. Made at the first VJP, when all blocks have run."""
         shared = self._shared.get(m)
         if shared is None:
-            length = len(self.chain.calls)
-            co_owned = self.chain.co_owned()
-            readers: list[tuple[int, Sequence[torch.Tensor]]] = [
-                (b, [*self.records[b, m].facts.leaves, *co_owned.get(b, ())]) for b in range(length) if (b, m) in self.records
-            ]
-            joined = m in self._roots
-            if joined:
+            chain = self.chain
+            length = len(chain.calls)
+            numbers = [b for b in range(length) if (b, m) in self.records]
+            leaves = [self.records[b, m].facts.leaves for b in numbers]
+            beside: Sequence[torch.Tensor] = loss_leaves
+            if m in self._roots:
                 known = {id(t) for t in self.records[length - 1, m].facts.leaves}
-                readers.append((length - 1, [t for t in loss_leaves if id(t) not in known]))
-            else:
-                readers.append((length, loss_leaves))
-            if self.before_vjp is not None:
-                for _, leaves in readers:
-                    self.before_vjp(leaves)
-            shared = self._shared[m] = SharedLeaves(readers)
+                beside = [t for t in loss_leaves if id(t) not in known]
+            shared, strangers = chain.sharing(numbers, leaves, length - 1 if m in self._roots else length, beside)
+            if strangers and self.before_vjp is not None:
+                self.before_vjp(strangers)
+            self._shared[m] = shared
         return shared
 
     def _rebuild(self, b: int, m: int) -> None:
@@ -501,40 +463,40 @@ class Sweep:
             self._adjoints[m] = [None] * len(record.needs)
             self._started = 0.0
             return
-        call = self.chain.calls[b]
-        joined = self._roots.get(m)
-        if joined is not None:
-            sharing = self._sharing(m, joined[2])
-            del self._roots[m]
-            roots, grads, leaves = joined
+        chain = self.chain
+        if m in self._roots:
+            shared = self._sharing(m, self._roots[m][2]).of(b)
+            roots, grads, leaves = self._roots.pop(m)
         else:
-            sharing = self._sharing(m, ())
-            adjoints = self._adjoints.pop(m)
-            roots, grads = [], []
-            for output, adjoint in zip(rebuilt.outputs, adjoints, strict=True):
-                if adjoint is not None and output.requires_grad:
-                    if adjoint.shape != output.shape:
-                        raise PassError(
-                            f"{call.where((b, 'V', m))}: the adjoint has shape {list(adjoint.shape)}, the block's output "
-                            f"{list(output.shape)}; a pass must not change the shape"
-                        )
-                    roots.append(output)
-                    grads.append(adjoint)
+            shared = self._sharing(m, ()).of(b)
+            roots, grads = self._cotangents(b, m, rebuilt.outputs)
             leaves = record.facts.leaves
-            del adjoints
         inputs = rebuilt.inputs
         del rebuilt
-        shared = sharing.of(b)
         if shared or not roots or self.collector.into is not None:
             self._adjoints[m] = self.collector.vjp(roots, grads, inputs, leaves, shared)
         else:
             accumulate(roots, grads)
             self._adjoints[m] = [None if t is None else t.grad for t in inputs]
-        if self.chain.profiler.enabled and self._started:
-            self.chain.profiler.record(call.label, time.perf_counter() - self._started)
+        if chain.profiler.enabled and self._started:
+            chain.profiler.record(chain.calls[b].label, time.perf_counter() - self._started)
             self._started = 0.0
-        if self.chain.events.active:
+        if chain.events.active:
             self._report(b, m)
+
+    def _cotangents(self, b: int, m: int, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The outputs of block b that an adjoint has come to, and their adjoints, which are given away."""
+        roots, grads = [], []
+        for output, adjoint in zip(outputs, self._adjoints.pop(m), strict=True):
+            if adjoint is not None and output.requires_grad:
+                if adjoint.shape != output.shape:
+                    raise PassError(
+                        f"{self.chain.calls[b].where((b, 'V', m))}: the adjoint has shape {list(adjoint.shape)}, the block's output "
+                        f"{list(output.shape)}; a pass must not change the shape"
+                    )
+                roots.append(output)
+                grads.append(adjoint)
+        return roots, grads
 
     def _report(self, b: int, m: int) -> None:
         events, call = self.chain.events, self.chain.calls[b]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 
 __all__ = ["Profiler"]
+
+_FRESH = 4096
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -48,18 +51,27 @@ class Profiler:
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         self._totals: dict[str, _Total] = {}
+        # Runs that are not in the totals yet: to append one is all that a step has time for.
+        self._fresh: deque[tuple[str, float]] = deque()
         self._lock = threading.Lock()
 
     def record(self, name: str, elapsed_seconds: float) -> None:
         """Adds one run of `elapsed_seconds` to `name`."""
         if not self.enabled:
             return
-        with self._lock:
+        self._fresh.append((name, elapsed_seconds))
+        if len(self._fresh) >= _FRESH:
+            with self._lock:
+                self._add_up()
+
+    def _add_up(self) -> None:
+        while self._fresh:
+            name, elapsed = self._fresh.popleft()
             total = self._totals.get(name)
             if total is None:
-                self._totals[name] = _Total(elapsed_seconds)
+                self._totals[name] = _Total(elapsed)
             else:
-                total.add(elapsed_seconds)
+                total.add(elapsed)
 
     def track(self, name: str) -> AbstractContextManager[None]:
         """A context manager that records the time spent inside it, also when an exception leaves it."""
@@ -68,6 +80,7 @@ class Profiler:
     def report(self) -> dict[str, dict[str, float]]:
         """`{name: {count, total_seconds, mean_seconds, max_seconds, min_seconds}}`, in the order of first use."""
         with self._lock:
+            self._add_up()
             return {
                 name: {
                     "count": total.count,
@@ -82,4 +95,5 @@ class Profiler:
     def reset(self) -> None:
         """Forgets everything recorded so far."""
         with self._lock:
+            self._fresh.clear()
             self._totals.clear()

@@ -13,6 +13,7 @@ from torch import nn
 
 from . import _tree
 from ._ambient import Generators
+from ._chain import Chain
 from ._sharing import Collector
 from ._transaction import Gradients, annotate, deferred_interrupt
 from .adjoint import AdjointState
@@ -23,7 +24,7 @@ from .boundary_store import BoundaryStore
 from .config import RuntimeConfig
 from .errors import ClosedError, ConfigError, EAEError, LossError, PlanError, RebuildMismatchError, TensorTypeError, UpdateError
 from .events import EventBus, EventType
-from .executor import ALL, Chain, Loss, Program, Sweep, split_rows
+from .executor import ALL, Loss, Program, Sweep, split_rows
 from .forward_executor import ForwardExecutor
 from .logging_utils import attach_structured_logging
 from .memory import MemoryManager
@@ -102,6 +103,8 @@ class EAERuntime:
             self.boundary_store.trace_into(self._trace.handle)
             self.pipeline.trace = self._trace.handle
         self._programs: dict[Any, Program] = {}
+        # What was asked of `_program` last, and which one that was.
+        self._last_key: tuple[Any, Any] = (None, None)
         self._last_grads: list[torch.Tensor] = []
         self._stats: dict[str, float] = {}
         self._sweep: Sweep | None = None
@@ -121,7 +124,6 @@ class EAERuntime:
             trace=self._trace,
             generators=Generators(p.device for b in self.blocks for p in b.parameters()),
             device_types=tuple(dict.fromkeys(["cpu", *(p.device.type for b in self.blocks for p in b.parameters())])),
-            hidden=set(),
             step_payload=getattr(self.scheduler, "step_payload", {}),
         )
 
@@ -186,13 +188,17 @@ class EAERuntime:
     def _program(self, microbatches: int, *, split: bool, targets: bool, input_grad: bool) -> Program:
         # forward() keeps every boundary, for whoever reads them; what needs no gradient is still not rebuilt.
         needs = input_grad or split
-        vjp = []
-        for call in self._chain.calls:
-            call.refresh()
-            needs = needs or call.index in self._chain.hidden or call.structure.trainable
-            vjp.append(needs)
+        chain = self._chain
+        chain.refresh()
         with_passes = len(self.pipeline) > 0
-        key = (tuple(vjp), microbatches, split, targets, with_passes, input_grad)
+        asked = (chain.version, len(chain.hidden), microbatches, split, targets, with_passes, input_grad)
+        if self._last_key[0] == asked:
+            return self._programs[self._last_key[1]]
+        vjp = []
+        for call in chain.calls:
+            needs = needs or call.index in chain.hidden or call.structure.trainable
+            vjp.append(needs)
+        key = (tuple(vjp), *asked[2:])
         program = self._programs.get(key)
         if program is None:
             spec = {
@@ -210,6 +216,7 @@ class EAERuntime:
             generator = scheduler if isinstance(scheduler, GeneratedScheduler) else build_scheduler("sequential")
             assert isinstance(generator, GeneratedScheduler)
             program = self._programs[key] = Program(generator.schedule(spec))
+        self._last_key = asked, key
         return program
 
     def _schedule_tier(self) -> str:
@@ -303,7 +310,7 @@ class EAERuntime:
                 sweep.undo()
                 raise
             self._sweep = sweep
-            self._sweep_versions = [(p, p._version) for p in self._parameters()]
+            self._sweep_versions = [(p, p._version) for p in self._chain.parameters]
             self._program_in_flight = program
             if events.wants(EventType.FORWARD_FINISHED):
                 events.emit(EventType.FORWARD_FINISHED, num_boundaries=len(self.boundary_store))
@@ -499,7 +506,7 @@ class EAERuntime:
         input_grad = any(t.requires_grad for t in tensors)
         program = self._program(parts, split=False, targets=targets is not None, input_grad=input_grad)
         sweep = self._new_sweep(x, parts, tensors, keep_output=False)
-        parameters = self._parameters()
+        parameters = self._chain.parameters
         before = Gradients(parameters)
         states = self.pipeline.state() if self.pipeline.stateful else None
         try:
@@ -552,7 +559,7 @@ class EAERuntime:
 
     def _custom_step(self, x: Any, loss_fn: LossFn, targets: Any) -> float:
         """train_step for a scheduler written in Python: forward, backward, apply."""
-        parameters = self._parameters()
+        parameters = self._chain.parameters
         before = Gradients(parameters)
         try:
             if self.event_bus.wants(EventType.TRAIN_STEP_STARTED):
@@ -598,13 +605,6 @@ class EAERuntime:
             self.pipeline.load_state(states)
 
     # -- small parts -----------------------------------------------------------------------------------------------
-
-    def _parameters(self) -> list[nn.Parameter]:
-        seen: dict[int, nn.Parameter] = {}
-        for call in self._chain.calls:
-            for parameter in call.parameters:
-                seen[id(parameter)] = parameter
-        return list(seen.values())
 
     def _name_of(self, leaf: torch.Tensor) -> str:
         for block, name in zip(self.blocks, self.block_names, strict=True):

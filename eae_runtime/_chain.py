@@ -1,0 +1,99 @@
+"""The chain that a runtime walks: its blocks, the parts that it reports to, and what follows from how the blocks are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._ambient import Autocast, Generators
+from ._sharing import SharedLeaves
+from ._structure import Structure
+from .blockcall import BlockCall
+from .boundary_store import BoundaryStore
+from .events import EventBus
+from .pipeline import AdjointPipeline
+from .profiler import Profiler
+from .trace import Trace
+
+__all__ = ["Chain"]
+
+
+@dataclass
+class Chain:
+    """What a sweep runs on. Call `refresh` before each sweep.
+
+    structure   of all blocks together: one question a step tells whether any of them has changed
+    version     how often it has; whatever is derived from it may be kept as long as this stays
+    parameters  of all blocks, each once
+    autocast    the state in which the last sweep ran
+    hidden      blocks that turned out to have leaves which are not among their parameters
+    """
+
+    calls: list[BlockCall]
+    store: BoundaryStore
+    pipeline: AdjointPipeline
+    events: EventBus
+    profiler: Profiler
+    trace: Trace | None
+    generators: Generators
+    device_types: tuple[str, ...]
+    step_payload: dict[str, Any]
+    hidden: set[int] = field(default_factory=set)
+    autocast: Autocast | None = None
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self._modules = nn.ModuleList([call.module for call in self.calls])
+        self._look()
+
+    def refresh(self) -> None:
+        """Looks at the blocks anew if they are not what they were."""
+        if not self.structure.holds():
+            for call in self.calls:
+                call.refresh()
+            self.version += 1
+            self._look()
+
+    def _look(self) -> None:
+        self.structure = Structure(self._modules)
+        owners: dict[int, set[int]] = {}
+        unique: dict[int, nn.Parameter] = {}
+        for call in self.calls:
+            for parameter in call.parameters:
+                unique[id(parameter)] = parameter
+                owners.setdefault(id(parameter), set()).add(call.index)
+        self.parameters = list(unique.values())
+        self._known = set(unique)
+        # By block, its trainable parameters that other blocks have registered too.
+        self._co_owned: dict[int, list[torch.Tensor]] = {}
+        for call in self.calls:
+            for parameter in call.parameters:
+                if parameter.requires_grad and len(owners[id(parameter)]) > 1:
+                    self._co_owned.setdefault(call.index, []).append(parameter)
+        self._last_sharing: tuple[list[int], list[list[torch.Tensor]], SharedLeaves, list[torch.Tensor]] | None = None
+
+    def sharing(
+        self, blocks: list[int], leaves: list[list[torch.Tensor]], unit: int, beside: Sequence[torch.Tensor]
+    ) -> tuple[SharedLeaves, list[torch.Tensor]]:
+        """Which leaves several blocks read, and the leaves that are no parameters of the chain.
+
+        blocks, leaves: the blocks that ran and what each was seen to read, in lists that are replaced when they change.
+        unit, beside: the unit (see SharedLeaves) that reads the loss's leaves, and these.
+        """
+        last = self._last_sharing
+        if last is not None and not beside and last[0] == blocks and all(map(is_, last[1], leaves)):
+            return last[2], last[3]
+        readers: list[tuple[int, Sequence[torch.Tensor]]] = [
+            (b, [*read, *self._co_owned.get(b, ())]) for b, read in zip(blocks, leaves, strict=True)
+        ]
+        readers.append((unit, beside))
+        strangers = [leaf for _, read in readers for leaf in read if id(leaf) not in self._known]
+        shared = SharedLeaves(readers)
+        if not beside:
+            self._last_sharing = blocks, leaves, shared, strangers
+        return shared, strangers
