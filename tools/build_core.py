@@ -143,8 +143,13 @@ def rewrite_go(path: Path) -> None:
 
 
 def rewrite_bindings(path: Path) -> None:
-    """Leaves only the functions of bridge/api in the Python module: gopy also binds its handle and slice helpers."""
+    """Leaves only the functions of bridge/api in the Python module: gopy also binds its handle and slice helpers.
+
+    A function whose only result is an error gives a C string too, which gopy's binding would never free.
+    """
     kept = [line for line in path.read_text().splitlines() if not line.startswith("mod.add_function(")]
+    string = re.compile(r"^add_checked_function\((?=mod, '\w+', retval\('char\*'\))")
+    kept = [string.sub("add_checked_string_function(", line) for line in kept]
     path.write_text("\n".join(kept) + "\n")
 
 
