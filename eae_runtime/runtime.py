@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _tree
+from . import _bridge, _tree
 from ._ambient import Generators
 from ._chain import Chain
 from ._sharing import Collector
@@ -140,6 +140,8 @@ class EAERuntime:
         if any(other() is self for other in _in_step.values()):
             raise EAEError("this EAERuntime is inside a step and cannot be closed now; close it when the step has returned")
         self._closed = True
+        if _bridge.in_child:
+            return  # what there is to give back is the parent's
         self._drop_sweep()
         self._last_grads = []
         self.boundary_store.close()
