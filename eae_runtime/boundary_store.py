@@ -51,6 +51,8 @@ class BoundaryStore:
     directory   folder of the disk tier; files in it are removed on close
     max_bytes   most bytes that the disk tier may hold
     is_async    tier traffic runs in the background
+    pool        handle of the core's pool that the buffers come from, which is closed after the store; 0 is one of its own
+    keep_buffers  whether buffers that come back are kept for the next boundary
     timeout     seconds that a wait for the tier may take (StoreTimeoutError)
 
     A closed store raises ClosedError. A store that is garbage-collected closes itself, except in a forked child.
@@ -67,6 +69,8 @@ class BoundaryStore:
         max_bytes: int | None = None,
         is_async: bool = False,
         timeout: float = 60.0,
+        pool: int = 0,
+        keep_buffers: bool = True,
     ) -> None:
         self.tier = tier if tier is not None else ("host" if offload else "device")
         if self.tier not in TIERS:
@@ -91,8 +95,9 @@ class BoundaryStore:
             "async": is_async,
             "pin": self.pin_memory,
             "timeout_seconds": timeout,
+            "pool_buffers": keep_buffers,
         }
-        self._handle: int = _bridge.call("StoreNew", json.dumps(spec))
+        self._handle: int = _bridge.call("StoreNew", json.dumps(spec), pool)
         self._finalizer = weakref.finalize(self, _close, self._handle)
 
     # The user's side.

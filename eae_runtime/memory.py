@@ -119,6 +119,11 @@ class PoolMemoryPolicy(MemoryPolicy):
         _bridge.call("PoolReset", self._handle)
         self._elsewhere.reset()
 
+    @property
+    def handle(self) -> int:
+        """The core's pool."""
+        return self._handle
+
     def close(self) -> None:
         """Frees what is pooled; tensors still in use stay valid. A second call does nothing."""
         self._finalizer()
@@ -149,6 +154,8 @@ class MemoryManager:
         self, policy: str | MemoryPolicy | type[MemoryPolicy] = "pool", event_bus: EventBus | None = None
     ) -> None:
         self.policy = _policy(policy)
+        # A policy that was given may outlive this manager, or the other way round.
+        self._own = self.policy is not policy
         self.event_bus = event_bus or EventBus()
 
     def request(
@@ -184,8 +191,14 @@ class MemoryManager:
         """Gives up what is pooled and counts from zero."""
         self.policy.reset()
 
+    @property
+    def core_pool(self) -> int:
+        """The core's pool that a runtime's store and passes share with the manager's own requests; 0 unless the manager
+        has made the policy "pool" itself."""
+        return self.policy.handle if self._own and isinstance(self.policy, PoolMemoryPolicy) else 0
+
     def close(self) -> None:
-        """Closes the policy if it can be closed."""
+        """Closes the policy if it can be closed and the manager has made it."""
         close = getattr(self.policy, "close", None)
-        if close is not None:
+        if close is not None and self._own:
             close()

@@ -39,6 +39,8 @@ class AdjointPipeline:
         self.profiler = profiler
         # The core's trace that records the runs of core passes made from now on; 0 is none.
         self.trace = 0
+        # The core's pool that their results lie in; 0 is one for each run.
+        self.pool = 0
         # The chain made for the run of core passes that starts at this place.
         self._chains: dict[int, CoreChain] = {}
 
@@ -120,7 +122,7 @@ class AdjointPipeline:
             # Idle passes stay in the chain: a noise pass draws by its place there.
             chain = self._chains.get(start)
             if chain is None or chain.key != CoreChain.key_of(passes):
-                chain = self._chains[start] = CoreChain(passes)
+                chain = self._chains[start] = CoreChain(passes, self.pool)
                 if self.trace:
                     chain.trace_into(self.trace)
             adjoints = apply_core(chain, passes, adjoints, context)

@@ -93,10 +93,13 @@ class EAERuntime:
             max_bytes=config.disk_max_bytes,
             is_async=isinstance(self.scheduler, AsyncScheduler),
             timeout=config.timeout,
+            pool=self.memory_manager.core_pool,
+            keep_buffers=config.memory != "none",
         )
         self.forward_executor = ForwardExecutor(event_bus=self.event_bus, compute_dtype=config.compute_dtype)
         self.reconstruction_engine = ReconstructionEngine(event_bus=self.event_bus, compute_dtype=config.compute_dtype)
         self.pipeline = AdjointPipeline(passes=list(config.passes), event_bus=self.event_bus, profiler=self.profiler)
+        self.pipeline.pool = self.memory_manager.core_pool
         self.last_loss: float | None = None
         self._trace = Trace() if config.trace else None
         if self._trace is not None:
@@ -147,6 +150,7 @@ class EAERuntime:
         self.boundary_store.close()
         self.pipeline.trace = 0
         self.pipeline.close()
+        self.pipeline.pool = 0
         self.memory_manager.close()
         if self._trace is not None:
             self._trace.close()

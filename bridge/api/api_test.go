@@ -127,7 +127,7 @@ func TestPoolRefusals(t *testing.T) {
 
 func TestChain(t *testing.T) {
 	host := newHost(t)
-	h, err := ChainNew(`[{"name": "clip", "params": {"max_norm": 1.0}}, {"name": "regularization", "params": {"strength": 0.5}}]`)
+	h, err := ChainNew(`[{"name": "clip", "params": {"max_norm": 1.0}}, {"name": "regularization", "params": {"strength": 0.5}}]`, 0)
 	require.NoError(t, err)
 	text, err := ChainApply(h, formatInts([]int64{host.give(3), host.give(4)}), `{"step": 1, "loss_scale": 1}`)
 	require.NoError(t, err)
@@ -159,7 +159,7 @@ func TestChain(t *testing.T) {
 	_, err = ChainState(h)
 	code(t, err, "ClosedError")
 	code(t, ChainSetState(h, "[]"), "ClosedError")
-	_, err = ChainNew(`[{"name": "no such pass"}]`)
+	_, err = ChainNew(`[{"name": "no such pass"}]`, 0)
 	code(t, err, "ConfigError")
 }
 
@@ -173,13 +173,13 @@ func TestAChainResumes(t *testing.T) {
 		require.NoError(t, err)
 		return host.take(out[0])
 	}
-	whole, err := ChainNew(spec)
+	whole, err := ChainNew(spec, 0)
 	require.NoError(t, err)
 	run(whole)
 	saved, err := ChainState(whole)
 	require.NoError(t, err)
 	want := run(whole)
-	resumed, err := ChainNew(spec)
+	resumed, err := ChainNew(spec, 0)
 	require.NoError(t, err)
 	require.NoError(t, ChainSetState(resumed, saved))
 	require.Equal(t, want, run(resumed))

@@ -25,6 +25,7 @@ const keepPerSize = 8
 type passChain struct {
 	chain *passes.Chain
 	pool  *memory.Pool
+	owned bool // the pool is the chain's own
 	trace atomic.Pointer[trace.Recorder]
 }
 
@@ -84,19 +85,27 @@ func (c *passChain) apply(in []*tensor.Tensor, about applyContext) ([]*tensor.Te
 	return out, nil
 }
 
-// ChainNew makes a chain of passes from a JSON list of {"name", "params"} (see passes.NewChain).
-func ChainNew(spec string) (int64, error) {
+// ChainNew makes a chain of passes from a JSON list of {"name", "params"} (see passes.NewChain), with the memory of its results from that
+// pool, which has to be closed after it; 0 gives it a pool of its own.
+func ChainNew(spec string, poolHandle int64) (int64, error) {
 	return value(func() (int64, error) {
+		pool, err := poolOf(poolHandle)
+		if err != nil {
+			return 0, err
+		}
 		chain, err := passes.NewChain(spec)
 		if err != nil {
 			return 0, err
 		}
-		pool, err := memory.NewPool(memory.PoolOptions{Allocator: offheap.Allocator{}, MaxPerKey: keepPerSize})
+		owned := pool == nil
+		if owned {
+			pool, err = memory.NewPool(memory.PoolOptions{Allocator: offheap.Allocator{}, MaxPerKey: keepPerSize})
+		}
 		if err != nil {
 			chain.Close()
 			return 0, err
 		}
-		return chains.add(&passChain{chain: chain, pool: pool}), nil
+		return chains.add(&passChain{chain: chain, pool: pool, owned: owned}), nil
 	})
 }
 
@@ -223,7 +232,9 @@ func ChainClose(h int64) error {
 	return guard(func() error {
 		if chain, ok := chains.remove(h); ok {
 			chain.chain.Close()
-			chain.pool.Close()
+			if chain.owned {
+				chain.pool.Close()
+			}
 		}
 		return nil
 	})

@@ -117,14 +117,27 @@ func (p *tensorPool) gone(block unsafe.Pointer, number int64) {
 	}
 }
 
-// PoolNew makes a pool of CPU tensors that keeps at most maxPerKey idle buffers for each shape and dtype.
+// poolOf is the pool of a handle, nil for 0.
+func poolOf(h int64) (*memory.Pool, error) {
+	if h == 0 {
+		return nil, nil
+	}
+	pool, err := pools.get(h)
+	if err != nil {
+		return nil, err
+	}
+	return pool.pool, nil
+}
+
+// PoolNew makes a pool of CPU tensors that keeps at most maxPerKey idle buffers for each shape and dtype. Stores and chains may take their
+// buffers from it too; those are all kept.
 func PoolNew(maxPerKey int64) (int64, error) {
 	return value(func() (int64, error) {
 		made := &tensorPool{
 			loans: map[unsafe.Pointer]loan{}, views: map[unsafe.Pointer]int{}, owed: map[unsafe.Pointer]int64{},
 		}
 		var err error
-		made.pool, err = memory.NewPool(memory.PoolOptions{Allocator: made, MaxPerKey: int(maxPerKey)})
+		made.pool, err = memory.NewPool(memory.PoolOptions{Allocator: made, MaxPerKey: int(maxPerKey), KeepPlain: true})
 		if err != nil {
 			return 0, err
 		}

@@ -62,15 +62,20 @@ func giveStore(h int64, addresses []int64, body func(*boundary.Store, []tensor.T
 	return body(store, tensors)
 }
 
-// StoreNew makes a boundary store from the JSON form of boundary.Spec.
-func StoreNew(spec string) (int64, error) {
+// StoreNew makes a boundary store from the JSON form of boundary.Spec, with its buffers from that pool, which has to be closed after it; 0
+// gives it a pool of its own.
+func StoreNew(spec string, poolHandle int64) (int64, error) {
 	return value(func() (int64, error) {
 		parsed, err := boundary.ParseSpec(spec)
 		if err != nil {
 			return 0, err
 		}
+		pool, err := poolOf(poolHandle)
+		if err != nil {
+			return 0, err
+		}
 		store, err := boundary.New(parsed, boundary.Options{
-			Allocator: offheap.Allocator{}, Releases: &releases, Ledger: &ledger,
+			Allocator: offheap.Allocator{}, Pool: pool, Releases: &releases, Ledger: &ledger,
 		})
 		if err != nil {
 			return 0, err

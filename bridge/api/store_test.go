@@ -26,7 +26,7 @@ func TestABoundaryComesBack(t *testing.T) {
 	for name, spec := range specs(t) {
 		t.Run(name, func(t *testing.T) {
 			host := newHost(t)
-			h, err := StoreNew(spec)
+			h, err := StoreNew(spec, 0)
 			require.NoError(t, err)
 			key := int64(7 + 3<<20)
 			require.NoError(t, StorePut(h, key, host.give(1, 2, 3)))
@@ -65,7 +65,7 @@ func TestAWaitStartsTheLoad(t *testing.T) {
 	for name, spec := range specs(t) {
 		t.Run(name, func(t *testing.T) {
 			host := newHost(t)
-			h, err := StoreNew(spec)
+			h, err := StoreNew(spec, 0)
 			require.NoError(t, err)
 			require.NoError(t, StorePut(h, 1, host.give(4)))
 			_, err = StoreMove(h, 1)
@@ -84,7 +84,7 @@ func TestAWaitStartsTheLoad(t *testing.T) {
 
 func TestBoundariesOfSeveralTensors(t *testing.T) {
 	host := newHost(t)
-	h, err := StoreNew("{}")
+	h, err := StoreNew("{}", 0)
 	require.NoError(t, err)
 	require.NoError(t, StorePutN(h, 1, formatInts([]int64{host.give(1), host.give(2, 3)})))
 	require.NoError(t, StoreCopy(h, 2, host.give(5, 6)))
@@ -118,7 +118,7 @@ func TestBoundariesOfSeveralTensors(t *testing.T) {
 
 func TestTensorsAreTakenOverAlsoOnFailure(t *testing.T) {
 	host := newHost(t)
-	h, err := StoreNew(`{"max_bytes": 4}`)
+	h, err := StoreNew(`{"max_bytes": 4}`, 0)
 	require.NoError(t, err)
 	code(t, StorePut(h, 1, host.give(1, 2)), "StoreError")
 	code(t, StorePut(-1, 1, host.give(1)), "BridgeError")
@@ -132,9 +132,9 @@ func TestTensorsAreTakenOverAlsoOnFailure(t *testing.T) {
 
 func TestStoreErrorsHaveTheirClass(t *testing.T) {
 	newHost(t)
-	_, err := StoreNew(`{"tier": "tape"}`)
+	_, err := StoreNew(`{"tier": "tape"}`, 0)
 	code(t, err, "ConfigError")
-	h, err := StoreNew("{}")
+	h, err := StoreNew("{}", 0)
 	require.NoError(t, err)
 	_, err = StoreGet(h, 5)
 	code(t, err, "StoreKeyError")

@@ -42,9 +42,9 @@ func TestStoresAndChainsRecordTheirWork(t *testing.T) {
 	host := newHost(t)
 	trace, err := TraceNew("")
 	require.NoError(t, err)
-	store, err := StoreNew(specs(t)["disk"])
+	store, err := StoreNew(specs(t)["disk"], 0)
 	require.NoError(t, err)
-	chain, err := ChainNew(`[{"name": "clip"}]`)
+	chain, err := ChainNew(`[{"name": "clip"}]`, 0)
 	require.NoError(t, err)
 	key := int64(7 + 3<<20)
 	round := func() {

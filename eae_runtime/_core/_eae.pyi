@@ -17,8 +17,9 @@ def api_ChainClose(h: int) -> str:
 def api_ChainMeta(h: int) -> str:
     """ChainMeta gives what each pass reported about the last ChainApply, as a JSON list."""
 
-def api_ChainNew(spec: str) -> int:
-    """ChainNew makes a chain of passes from a JSON list of {"name", "params"} (see passes.NewChain)."""
+def api_ChainNew(spec: str, poolHandle: int) -> int:
+    """ChainNew makes a chain of passes from a JSON list of {"name", "params"} (see passes.NewChain), with the memory of its results from that
+    pool, which has to be closed after it; 0 gives it a pool of its own."""
 
 def api_ChainSetState(h: int, text: str) -> str:
     """ChainSetState puts back what ChainState gave; null leaves a pass as it is. After an error all passes are as they were."""
@@ -43,7 +44,8 @@ def api_PoolClose(h: int) -> str:
     """PoolClose frees the idle buffers; those that are lent are freed when their tensors die. A second call does nothing."""
 
 def api_PoolNew(maxPerKey: int) -> int:
-    """PoolNew makes a pool of CPU tensors that keeps at most maxPerKey idle buffers for each shape and dtype."""
+    """PoolNew makes a pool of CPU tensors that keeps at most maxPerKey idle buffers for each shape and dtype. Stores and chains may take their
+    buffers from it too; those are all kept."""
 
 def api_PoolRelease(h: int, dataPtr: int) -> str:
     """PoolRelease gives the memory at that data address back to the pool. The tensor may die later; using it is a fault of the
@@ -110,8 +112,9 @@ def api_StoreMove(h: int, key: int) -> bool:
     """StoreMove is action S: it moves a boundary to the store's tier. It returns within about 100 ms, false if the move goes on: StoreSettle
     waits on. An asynchronous store returns at once, and true."""
 
-def api_StoreNew(spec: str) -> int:
-    """StoreNew makes a boundary store from the JSON form of boundary.Spec."""
+def api_StoreNew(spec: str, poolHandle: int) -> int:
+    """StoreNew makes a boundary store from the JSON form of boundary.Spec, with its buffers from that pool, which has to be closed after it; 0
+    gives it a pool of its own."""
 
 def api_StorePut(h: int, key: int, dl: int) -> str:
     """StorePut adopts a boundary of one tensor without a copy. The key is the boundary's number plus 2^20 times the microbatch's."""

@@ -54,10 +54,11 @@ class CoreChain:
         of a pass is the chain that holds its state now, `slot` its place there.
     """
 
-    def __init__(self, passes: Sequence[CorePass]) -> None:
+    def __init__(self, passes: Sequence[CorePass], pool: int = 0) -> None:
+        """pool: handle of the core's pool that results lie in; 0 is one of the chain's own."""
         self.key = self.key_of(passes)
         spec = [{"name": item.core_name, "params": item.params()} for item in passes]
-        self._handle: int = _bridge.call("ChainNew", json.dumps(spec))
+        self._handle: int = _bridge.call("ChainNew", json.dumps(spec), pool)
         # Not at exit: the process's memory goes with it.
         self._finalizer = weakref.finalize(self, _close, self._handle)
         self._finalizer.atexit = False

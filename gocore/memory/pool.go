@@ -20,6 +20,8 @@ type PoolOptions struct {
 	Allocator Allocator
 	// MaxPerKey is how many idle buffers of one key are kept; one more that comes back is freed. 0 keeps none.
 	MaxPerKey int
+	// KeepPlain keeps every returned buffer of Get, whatever MaxPerKey says of the key spaces of GetKey.
+	KeepPlain bool
 	// MaxBytes is a cap on lent plus idle bytes that holds at every moment; 0 is no cap.
 	MaxBytes int64
 	// Ledger, where given, is told of PoolActive and PoolIdle.
@@ -73,6 +75,7 @@ type PoolStats struct {
 type Pool struct {
 	alloc     Allocator
 	maxPerKey int
+	keepPlain bool
 	maxBytes  int64
 	lentCap   *semaphore.Weighted // weighs lent bytes; nil without a cap
 	ledger    *Ledger
@@ -97,7 +100,7 @@ func NewPool(opt PoolOptions) (*Pool, error) {
 		opt.Allocator = NewHeap()
 	}
 	p := &Pool{
-		alloc: opt.Allocator, maxPerKey: opt.MaxPerKey, maxBytes: opt.MaxBytes, ledger: opt.Ledger,
+		alloc: opt.Allocator, maxPerKey: opt.MaxPerKey, keepPlain: opt.KeepPlain, maxBytes: opt.MaxBytes, ledger: opt.Ledger,
 		idle: map[poolKey][]*slot{},
 	}
 	if opt.MaxBytes > 0 {
@@ -173,7 +176,8 @@ func (p *Pool) Put(b Buffer) error {
 		return errs.E(errs.ErrBridge, "memory: the buffer of %d bytes at %p was returned twice", b.Size, b.Ptr)
 	}
 	fresh := p.takeBack(s)
-	keep := fresh && !p.closed && len(p.idle[s.key]) < p.maxPerKey
+	room := len(p.idle[s.key]) < p.maxPerKey || p.keepPlain && s.key.space == ""
+	keep := fresh && !p.closed && room
 	if keep {
 		p.idle[s.key] = append(p.idle[s.key], s)
 		p.countIdle(1, s.size)

@@ -286,3 +286,22 @@ func BenchmarkGetPut(b *testing.B) {
 		_ = p.Put(buf)
 	}
 }
+
+// Buffers of the plain key space are all kept; those of a named one only up to MaxPerKey.
+func TestKeepPlain(t *testing.T) {
+	p, err := NewPool(PoolOptions{MaxPerKey: 1, KeepPlain: true})
+	require.NoError(t, err)
+	defer p.Close()
+	for _, space := range []string{"", "named"} {
+		var lent []Buffer
+		for range 3 {
+			b, err := p.GetKey(context.Background(), space, 100)
+			require.NoError(t, err)
+			lent = append(lent, b)
+		}
+		for _, b := range lent {
+			require.NoError(t, p.Put(b))
+		}
+	}
+	require.Equal(t, int64(3+1), p.Stats().Pooled)
+}
