@@ -43,6 +43,14 @@ class Generators:
         if self._devices:
             self.read, self.write = self._read_all, self._write_all
 
+    def seed(self, number: int) -> None:
+        """Seeds all generators with one number, as `torch.manual_seed` does it for those of the devices in use."""
+        _cpu.manual_seed(number)
+        for device in self._devices:
+            module = torch.get_device_module(device.type)
+            with module.device(device):
+                module.manual_seed(number)
+
     def _read_all(self) -> Any:
         """The state of all generators now."""
         return _cpu.get_state(), [(d, torch.get_device_module(d.type).get_rng_state(d)) for d in self._devices]

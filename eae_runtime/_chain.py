@@ -46,6 +46,8 @@ class Chain:
     hidden: set[int] = field(default_factory=set)
     autocast: Autocast | None = None
     version: int = 0
+    # Readers of leaves that blocks of several ranks share: (block, leaf), for blocks of this rank and of others.
+    _elsewhere: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._modules = nn.ModuleList([call.module for call in self.calls])
@@ -77,6 +79,12 @@ class Chain:
                     self._co_owned.setdefault(call.index, []).append(parameter)
         self._last_sharing: tuple[list[int], list[list[torch.Tensor]], SharedLeaves, list[torch.Tensor]] | None = None
 
+    def set_elsewhere(self, readers: list[tuple[int, torch.Tensor]]) -> None:
+        """Tells of leaves that blocks on other ranks read too: pairs of a block and a leaf, with this rank's own blocks."""
+        if [(b, id(leaf)) for b, leaf in readers] != [(b, id(leaf)) for b, leaf in self._elsewhere]:
+            self._elsewhere = readers
+            self._last_sharing = None
+
     def sharing(
         self, blocks: list[int], leaves: list[list[torch.Tensor]], unit: int, beside: Sequence[torch.Tensor]
     ) -> tuple[SharedLeaves, list[torch.Tensor]]:
@@ -92,6 +100,7 @@ class Chain:
             (b, [*read, *self._co_owned.get(b, ())]) for b, read in zip(blocks, leaves, strict=True)
         ]
         readers.append((unit, beside))
+        readers += [(b, (leaf,)) for b, leaf in self._elsewhere]
         strangers = [leaf for _, read in readers for leaf in read if id(leaf) not in self._known]
         shared = SharedLeaves(readers)
         if not beside:

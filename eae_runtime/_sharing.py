@@ -49,7 +49,8 @@ class Collector:
 
     def __init__(self, into: Gradients | None) -> None:
         self.into = into
-        self._running: dict[int, torch.Tensor] = {}
+        # By id of the leaf, the sum so far of those that are not complete.
+        self.running: dict[int, torch.Tensor] = {}
 
     def vjp(
         self,
@@ -62,7 +63,7 @@ class Collector:
         """One VJP from `roots` with cotangents `grads`. Returns the gradients of `inputs`, None where there is no input or the
         graph does not reach it. `leaves` are those of the graph, needed only when gradients are collected in a dictionary."""
         for leaf, _ in shared:
-            running = self._running.pop(id(leaf), None)
+            running = self.running.pop(id(leaf), None)
             if running is not None:
                 roots.append(leaf)
                 grads.append(running)
@@ -86,7 +87,7 @@ class Collector:
                 accumulate(roots, grads)
             for leaf in waiting:
                 if leaf.grad is not None:
-                    self._running[id(leaf)] = leaf.grad
+                    self.running[id(leaf)] = leaf.grad
         finally:
             for leaf, grad in zip(waiting, before, strict=True):
                 leaf.grad = grad
@@ -112,7 +113,7 @@ class Collector:
             if grad is None:
                 continue
             if key in postponed:
-                self._running[key] = grad
+                self.running[key] = grad
                 continue
             leaf = wanted[key]
             total = self.into.get(leaf)
