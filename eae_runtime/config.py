@@ -94,6 +94,8 @@ class RuntimeConfig:
     prefetch            blocks ahead at which the async scheduler starts a load
     timeout             seconds after which a wait for a tier or for another rank fails
     block_ranks         rank of each block for the distributed scheduler; None spreads them evenly
+    random_streams      whether each block draws from a stream of its own for each step and microbatch, so that draws do not depend on
+                        order or rank; None: with several ranks. A single process with True is what they are compared with
     trace               whether spans are kept for `runtime.trace(path)`
     """
 
@@ -116,6 +118,7 @@ class RuntimeConfig:
     prefetch: int = 2
     timeout: float = 60.0
     block_ranks: Sequence[int] | None = None
+    random_streams: bool | None = None
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -150,6 +153,8 @@ class RuntimeConfig:
             raise _bad("boundary_tier", self.boundary_tier, f"None, {_names(TIERS)}")
         if self.boundary_tier == "device" and self.boundary_offload:
             raise ConfigError("boundary_tier='device' contradicts boundary_offload=True; leave one of them out")
+        if self.random_streams is not None and not isinstance(self.random_streams, bool):
+            raise _bad("random_streams", self.random_streams, "None, True or False")
         dtype = self.compute_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise _bad("compute_dtype", dtype, "None or a floating-point torch.dtype")

@@ -15,6 +15,7 @@ from . import _bridge, _tree
 from ._ambient import Generators
 from ._chain import Chain
 from ._sharing import Collector
+from ._streams import StreamedSweep
 from ._transaction import Gradients, annotate, deferred_interrupt
 from .adjoint import AdjointState
 from .backend import BackendManager
@@ -22,6 +23,7 @@ from .blockcall import BlockCall, RestartStep
 from .blocks import BlockDecomposer
 from .boundary_store import BoundaryStore
 from .config import RuntimeConfig
+from .distributed import Ranks
 from .errors import ClosedError, ConfigError, EAEError, LossError, PlanError, RebuildMismatchError, TensorTypeError, UpdateError
 from .events import EventBus, EventType
 from .executor import ALL, Loss, Program, Sweep, split_rows
@@ -38,11 +40,6 @@ from .trace import Trace
 __all__ = ["EAERuntime"]
 
 LossFn = Callable[..., Any]
-
-
-def _check_loss(loss_fn: Any) -> None:
-    if not callable(loss_fn):
-        raise TensorTypeError(f"loss_fn is {type(loss_fn).__name__}; it has to be callable: loss_fn(output) -> scalar tensor")
 
 
 # The runtime that is inside a step, for each block (by id): two at once on one block would mix their gradients.
@@ -73,16 +70,19 @@ class EAERuntime:
             raise ConfigError(f"optimizer is {type(optimizer).__name__}; it has to be a torch.optim.Optimizer or None")
         config.validate()
         self.optimizer = optimizer
-        self.blocks: list[nn.Module] = BlockDecomposer.decompose(model)
-        self.block_names: list[str] = [
-            getattr(b, "eae_name", None) or f"{type(b).__name__}_{i}" for i, b in enumerate(self.blocks)
-        ]
+        self.scheduler: BaseScheduler = build_scheduler(config.scheduler, **self._scheduler_options())
+        # This process's part, where blocks are spread over several; `modules` has stand-ins for the blocks of others.
+        self._ranks = ranks = Ranks.connect(self.scheduler, config, model, BlockDecomposer.decompose)
+        self.blocks: list[nn.Module] = BlockDecomposer.decompose(model) if ranks is None else ranks.blocks
+        modules = self.blocks if ranks is None else ranks.modules
+        self.block_names: list[str] = (
+            [getattr(b, "eae_name", None) or f"{type(b).__name__}_{i}" for i, b in enumerate(self.blocks)] if ranks is None else ranks.names
+        )
         self.event_bus = EventBus()
         attach_structured_logging(self.event_bus, level=config.log_level)
         self.profiler = Profiler(enabled=config.enable_profiler)
         backend = config.backend
         self.backend_manager = backend if isinstance(backend, BackendManager) else BackendManager(backend)
-        self.scheduler: BaseScheduler = build_scheduler(config.scheduler, **self._scheduler_options())
         self.memory_manager = MemoryManager(policy=config.memory, event_bus=self.event_bus)
         self.boundary_store = BoundaryStore(
             offload=config.boundary_offload,
@@ -113,10 +113,13 @@ class EAERuntime:
         self._sweep: Sweep | None = None
         self._sweep_versions: list[tuple[torch.Tensor, int]] = []
         self._sweeps = 0
+        # The step's number in the random streams (RuntimeConfig.random_streams). Set it when a run is resumed.
+        self.steps = 0
+        self._seed = torch.initial_seed()
         self._closed = False
         calls = [
             BlockCall(block, name, i, config.compute_dtype)
-            for i, (block, name) in enumerate(zip(self.blocks, self.block_names, strict=True))
+            for i, (block, name) in enumerate(zip(modules, self.block_names, strict=True))
         ]
         self._chain = Chain(
             calls=calls,
@@ -125,8 +128,8 @@ class EAERuntime:
             events=self.event_bus,
             profiler=self.profiler,
             trace=self._trace,
-            generators=Generators(p.device for b in self.blocks for p in b.parameters()),
-            device_types=tuple(dict.fromkeys(["cpu", *(p.device.type for b in self.blocks for p in b.parameters())])),
+            generators=Generators(p.device for b in modules for p in b.parameters()),
+            device_types=tuple(dict.fromkeys(["cpu", *(p.device.type for b in modules for p in b.parameters())])),
             step_payload=getattr(self.scheduler, "step_payload", {}),
         )
 
@@ -145,6 +148,8 @@ class EAERuntime:
         self._closed = True
         if _bridge.in_child:
             return  # what there is to give back is the parent's
+        if self._ranks is not None:
+            self._ranks.close()
         self._drop_sweep()
         self._last_grads = []
         self.boundary_store.close()
@@ -189,6 +194,8 @@ class EAERuntime:
     def schedule(self, microbatches: int = 1, *, split: bool = False, targets: bool = False) -> str:
         """The list of actions as text: the forward list, a line break, the reverse list. `split` is that of forward() and backward(),
         otherwise that of train_step()."""
+        if self._ranks is not None:
+            return self._ranks.text(self, microbatches, targets)
         return self._program(microbatches, split=split, targets=targets, input_grad=False).text
 
     def _program(self, microbatches: int, *, split: bool, targets: bool, input_grad: bool) -> Program:
@@ -255,6 +262,8 @@ class EAERuntime:
         scheduler = self.scheduler
         # A `run` of the user's own is given the whole batch.
         wanted = scheduler.num_microbatches if isinstance(scheduler, PipelineScheduler) and not self._custom() else 1
+        if self._ranks is not None:
+            wanted = self.config.num_microbatches
         if wanted <= 1:
             return 1
         rows = {t.shape[0] if t.dim() else None for t in tensors}
@@ -276,7 +285,14 @@ class EAERuntime:
         self._sweeps += 1
         self._chain.generators.add(t.device for t in tensors)
         inputs = [x] if parts == 1 else split_rows(x, parts)
-        return Sweep(self._chain, inputs, need_input_grad=self._need_input_grad(tensors), keep_output=keep_output, number=self._sweeps - 1)
+        options: dict[str, Any] = {
+            "need_input_grad": self._need_input_grad(tensors),
+            "keep_output": keep_output,
+            "number": self._sweeps - 1,
+        }
+        if self.config.random_streams:
+            return StreamedSweep(self._chain, inputs, stream=(self._seed, self.steps), **options)
+        return Sweep(self._chain, inputs, **options)
 
     def _drop_sweep(self) -> None:
         if self._sweep is not None:
@@ -295,6 +311,8 @@ class EAERuntime:
             return self._forward(x)
 
     def _forward(self, x: Any) -> Any:
+        if self._ranks is not None:
+            raise PlanError("with blocks on several ranks a step runs as a whole: call train_step() instead of forward(), backward() or compute_gradients()")
         tensors = self._check_input(x)
         parts = self._parts(tensors)
         events = self.event_bus
@@ -318,6 +336,7 @@ class EAERuntime:
             self._sweep = sweep
             self._sweep_versions = [(p, p._version) for p in self._chain.parameters]
             self._program_in_flight = program
+            self.steps += 1
             if events.wants(EventType.FORWARD_FINISHED):
                 events.emit(EventType.FORWARD_FINISHED, num_boundaries=len(self.boundary_store))
             return sweep.whole_output()
@@ -333,7 +352,7 @@ class EAERuntime:
             return self._backward(output, loss_fn)
 
     def _backward(self, output: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
-        _check_loss(loss_fn)
+        self._check_loss(loss_fn)
         sweep = self._sweep
         if sweep is None:
             raise EAEError("backward() needs a forward() before it; each forward() serves one backward()")
@@ -421,7 +440,7 @@ class EAERuntime:
 
     def compute_gradients(self, x: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
         """forward() and backward() in one: (loss, {leaf: gradient}) without a step; `.grad` stays as it is."""
-        _check_loss(loss_fn)
+        self._check_loss(loss_fn)
         with self._exclusive():
             for _ in self._attempts():
                 try:
@@ -461,10 +480,13 @@ class EAERuntime:
 
         Gradients accumulate straight into `.grad`, as `loss.backward()` does it; hooks fire as often. All or nothing: see the class.
         """
-        _check_loss(loss_fn)
+        if self._ranks is None:
+            self._check_loss(loss_fn)
         with self._exclusive():
             for _ in self._attempts():
                 try:
+                    if self._ranks is not None:
+                        return self._ranks.step(self, x, loss_fn, targets, loss_reduction, loss_weight)
                     if self._custom():
                         return self._custom_step(x, loss_fn, targets)
                     return self._step(x, loss_fn, targets, loss_reduction, loss_weight)
@@ -557,6 +579,7 @@ class EAERuntime:
                         f"{type(self.optimizer).__name__}.step() failed: {error}. Parameters and optimizer may be half updated; load a checkpoint"
                     ) from error
                 self.optimizer.zero_grad(set_to_none=True)
+            self.steps += 1
             self.last_loss = loss.item()
         events = self.event_bus
         if events.active and events.wants(EventType.TRAIN_STEP_FINISHED):
@@ -602,9 +625,25 @@ class EAERuntime:
         self._trace.write(path)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The blocks' parameters, in order; one that several blocks share comes once a block, as in 0.1.1."""
-        for block in self.blocks:
-            yield from block.parameters()
+        """The blocks' parameters, in order; one that several blocks share comes once a block, as in 0.1.1. Those of this rank's blocks where
+        blocks are spread over several."""
+        for call in self._chain.calls:
+            yield from call.module.parameters()
+
+    # -- several ranks ---------------------------------------------------------------------------------------------
+
+    def release_foreign(self) -> int:
+        """Frees the blocks that other ranks run: their parameters and buffers become meta tensors (the modules stay), their entries leave the
+        optimizer. A parameter that a block of this rank shares stays. Returns the bytes let go; they are free when nobody else
+        holds the tensors (a list of parameters, a state dict). With one process it does nothing."""
+        self._check_open()
+        return 0 if self._ranks is None else self._ranks.release(self.optimizer)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank, for decisions of your own that all ranks have to take alike (skip a step after an Inf). Every
+        rank has to call it."""
+        self._check_open()
+        return bool(flag) if self._ranks is None else self._ranks.any(flag)
 
     def _restore_passes(self, states: list[Any] | None) -> None:
         if states is not None:
@@ -618,6 +657,11 @@ class EAERuntime:
                 if parameter is leaf:
                     return f"{path!r} of block {name!r}"
         return f"a tensor of shape {list(leaf.shape)} that no block has registered"
+
+    @staticmethod
+    def _check_loss(loss_fn: Any) -> None:
+        if not callable(loss_fn):
+            raise TensorTypeError(f"loss_fn is {type(loss_fn).__name__}; it has to be callable: loss_fn(output) -> scalar tensor")
 
     def _check_open(self) -> None:
         if self._closed:

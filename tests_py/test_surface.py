@@ -192,7 +192,7 @@ SIGNATURES = {
     "schedulers.SequentialScheduler": "",
     "schedulers.AsyncScheduler": "max_workers=2",
     "schedulers.PipelineScheduler": "num_microbatches=1",
-    "schedulers.DistributedScheduler": "block_ranks=None",
+    "schedulers.DistributedScheduler": "block_ranks=None, shared=()",
     "schedulers.ReverseContext": "blocks, block_names, boundary_store, reconstruction_engine, pipeline, "
     "memory_manager, event_bus, profiler, initial_adjoint",
     "schedulers.build_scheduler": "spec, **kwargs",
@@ -227,6 +227,7 @@ CONFIG = [
     ("prefetch", 2),
     ("timeout", 60.0),
     ("block_ranks", None),
+    ("random_streams", None),
     ("trace", False),
 ]
 
