@@ -23,6 +23,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import is_not
 from typing import Any, NoReturn
 
 import torch
@@ -46,6 +47,9 @@ _MAX_FACTS = 64
 # Buffers up to this size always get a pre-image: a block that starts to write one late can then still be undone.
 _SMALL_BUFFER = 64 * 1024
 
+# Runs of a block that are watched for random draws.
+_WATCHED = 2
+
 _strided = torch.strided
 
 _LEAF_WRITE = "leaf Variable that requires grad is being used in an in-place operation"
@@ -59,11 +63,17 @@ class RestartStep(Exception):  # noqa: N818 - a signal between executor and runt
 class Environment:
     """What surrounds the blocks of one forward sweep: the generators in use and the autocast state of the caller.
 
+    Note [Blocks that do not draw]
+        A generator's state is 5 KB, and to copy it for every block costs a small block a tenth of its time. Where `sparse` is set, a
+        block that was twice seen to draw nothing is run without a snapshot, and its rebuild sets none. A run of such blocks has to leave the
+        generators as they were: that is checked before the next snapshot, and by `verify` at the end of a sweep's forward. If one of them
+        has drawn after all, all of them are remembered as drawing and the step is repeated.
+
     `reentered` says whether everything is still so right now, without autocast and with grad mode on: then a rebuild has nothing to
     enter.
     """
 
-    __slots__ = ("autocast", "generators", "reentered", "structure")
+    __slots__ = ("_quiet", "autocast", "generators", "known", "reentered", "sparse", "structure")
 
     def __init__(
         self,
@@ -79,6 +89,41 @@ class Environment:
         now = Autocast(device_types)
         self.autocast = autocast if autocast == now and autocast is not None else now
         self.reentered = False
+        self.sparse = False
+        # Where the generators stand if the blocks that ran since then, those in `_quiet`, have drawn nothing.
+        self.known: Any = None
+        self._quiet: list[Facts] = []
+
+    def before(self, facts: Facts, learning: bool) -> Any:
+        """The generators' state for the rebuild of a block that is about to run; None for one that does not draw."""
+        if self.sparse and facts.watched >= _WATCHED and not facts.draws and not learning:
+            if self.known is None:
+                self.known = self.generators.read()
+            self._quiet.append(facts)
+            return None
+        state = self.generators.read()
+        if self._quiet:
+            self._check(state)
+        return state
+
+    def after(self, facts: Facts, before: Any) -> None:
+        """Learns whether the block drew, from the state before it."""
+        self.known = self.generators.read()
+        if not facts.draws:
+            facts.watched += 1
+            facts.draws = not same_random(before, self.known)
+
+    def verify(self) -> None:
+        """See Note [Blocks that do not draw]. Raises RestartStep."""
+        if self._quiet:
+            self._check(self.generators.read())
+
+    def _check(self, state: Any) -> None:
+        quiet, self._quiet = self._quiet, []
+        if not same_random(state, self.known):
+            for facts in quiet:
+                facts.draws = True
+            raise RestartStep("a block draws random numbers that it did not draw before")
 
     def look(self) -> None:
         """Sets `reentered`; call it before the first rebuild of a run of rebuilds."""
@@ -94,19 +139,35 @@ class Environment:
 class Facts:
     """What is known of a block in one mode, for one class of input shapes."""
 
-    __slots__ = ("differentiable", "leaves", "learned", "no_grad", "out_needs", "seen", "structure", "writes", "written_buffers")
+    __slots__ = (
+        "differentiable",
+        "draws",
+        "learned",
+        "leaves",
+        "no_grad",
+        "out_needs",
+        "seen",
+        "structure",
+        "watched",
+        "writes",
+        "written_buffers",
+    )
 
     def __init__(self, structure: Structure) -> None:
         # Forwards without a kept graph so far, and whether any forward has shown which inputs are written.
         self.seen = 0
         self.learned = False
         self.structure = structure
+        # Whether a run was seen to draw random numbers, and how many were watched for it.
+        self.draws = False
+        self.watched = 0
         self.no_grad: bool | None = None
         self.writes: set[int] = set()
         self.written_buffers: set[tuple[int, str]] | None = None
         # Which outputs require grad, and whether any does.
         self.out_needs: tuple[bool, ...] = ()
         self.differentiable = False
+        # In a list that is replaced when they change: others keep what they have derived from it for as long as it is the same one.
         self.leaves: list[torch.Tensor] = []
 
 
@@ -292,7 +353,8 @@ class BlockCall:
             facts = last[5]
         else:
             facts = self.facts_for(tensors, needs, autocast)
-        record = Record(facts, shape, needs, env.generators.read(), autocast)
+        compare = facts.seen > 0 and facts.no_grad is None and not keep_graph and not self._always_grad
+        record = Record(facts, shape, needs, env.before(facts, compare), autocast)
         versions = self._guard_buffers(record) if self.structure.buffers else None
         undo.append(record)
         if autocast.active:
@@ -303,12 +365,14 @@ class BlockCall:
             rebuilt, outputs = self._run_in_grad_mode(tensors, shape, needs, facts, record)
         elif facts.no_grad:
             outputs = self._run_no_grad(tensors, shape, facts, record)
-        elif facts.seen and facts.no_grad is None and not self._always_grad:
+        elif compare:
             outputs = self._compare_modes(tensors, shape, needs, facts, record, env)
         else:
             outputs = self._run_dropping(tensors, shape, needs, facts, record)
         if versions is not None:
             self._note_written(record, versions)
+        if record.random is not None:
+            env.after(facts, record.random)
         if not keep_graph:
             facts.seen += 1
         record.out_meta = [(t.shape, t.dtype) for t in outputs]
@@ -424,7 +488,9 @@ class BlockCall:
         rebuilt.outputs = outputs
         facts.out_needs = tuple([t.requires_grad for t in outputs])
         facts.differentiable = any(facts.out_needs)
-        facts.leaves = self._leaves_of(rebuilt)
+        leaves = self._leaves_of(rebuilt)
+        if len(leaves) != len(facts.leaves) or any(map(is_not, leaves, facts.leaves)):
+            facts.leaves = leaves
         return rebuilt, [t.detach() for t in outputs]
 
     def _run_no_grad(
@@ -542,7 +608,8 @@ class BlockCall:
 
         Raises RebuildMismatchError if the outputs have another structure, shape or type than in the forward.
         """
-        env.generators.write(record.random)
+        if record.random is not None:
+            env.generators.write(record.random)
         if env.reentered and not record.buffers:
             rebuilt, value = self._run_with_graph(tensors, record.in_shape, record.needs, record.facts, learn=False)
         else:

@@ -3,6 +3,10 @@
 Note [Boundary keys]
     One integer names a boundary of a microbatch: `boundary + (microbatch << 20)`.
 
+Note [Boundaries that stay go over together]
+    On the device tier without a codec a boundary does not move, so nothing happens when the core takes it over. The executor's
+    boundaries of a whole forward therefore wait here, exported, and cross in one call before the next one that concerns the store.
+
 Note [A wait can be interrupted]
     Inside a call into the core the interpreter sees no signal. So a wait for a tier is cut into calls of at most 100
     ms, and has an end: the store's timeout. That holds for a store that is not async too: its moves and loads are done
@@ -35,8 +39,10 @@ def boundary_key(boundary: int, microbatch: int = 0) -> int:
     return boundary + (microbatch << 20)
 
 
-def _close(handle: int) -> None:
+def _close(handle: int, waiting: list[str]) -> None:
     if not _bridge.in_child:
+        while waiting:
+            _bridge.adopt(int(waiting.pop().partition(":")[2]))
         _bridge.call("StoreClose", handle)
 
 
@@ -84,6 +90,7 @@ class BoundaryStore:
         self._moves = self.offload or _CODECS[self.precision] != "raw"
         # Only background work is waited for: other stores do a move or load within the call that asks for it.
         self._waits = self._moves and is_async
+        self._stay = not self.offload and self.precision is None
         self._closed = False
         # What the core does not bring back by itself: tensors that were moved or cast before they went in.
         self._origin: dict[int, list[tuple[torch.device, torch.dtype]]] = {}
@@ -98,7 +105,9 @@ class BoundaryStore:
             "pool_buffers": keep_buffers,
         }
         self._handle: int = _bridge.call("StoreNew", json.dumps(spec), pool)
-        self._finalizer = weakref.finalize(self, _close, self._handle)
+        # "key:address" of each, see Note [Boundaries that stay go over together].
+        self._waiting: list[str] = []
+        self._finalizer = weakref.finalize(self, _close, self._handle, self._waiting)
 
     # The user's side.
 
@@ -107,6 +116,7 @@ class BoundaryStore:
         if not isinstance(tensor, torch.Tensor):
             raise TensorTypeError(f"boundary {idx}: a tensor is needed, got {type(tensor).__name__}")
         [kept] = self._prepared(idx, [tensor.detach()])
+        self._hand_over()
         address = _bridge.export(kept)
         try:
             _bridge.core.api_StoreCopy(self._handle, idx, address)
@@ -166,14 +176,17 @@ class BoundaryStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # The executor's side: one call into the core each, and one more for each slice of a wait.
+    # The executor's side: at most one call into the core each, and one more for each slice of a wait.
 
     def adopt(self, key: int, tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """Keeps detached tensors of one boundary without a copy. Nobody may write them until :meth:`drop`."""
+        if self._stay and isinstance(tensors, torch.Tensor) and not self._closed:
+            self._waiting.append(f"{key}:{_bridge.export(tensors)}")
+            return
+        self._hand_over()
         try:
             if isinstance(tensors, torch.Tensor):
-                if not tensors.is_cpu or tensors.dtype is torch.float64:
-                    [tensors] = self._prepared(key, [tensors])
+                [tensors] = self._prepared(key, [tensors])
                 _bridge.core.api_StorePut(self._handle, key, _bridge.export(tensors))
             else:
                 tensors = self._prepared(key, tensors)
@@ -185,6 +198,7 @@ class BoundaryStore:
     def move(self, key: int) -> None:
         """Action `S`: starts moving a boundary to the store's tier; a store that is not async has moved it on
         return."""
+        self._hand_over()
         try:
             if not _bridge.core.api_StoreMove(self._handle, key):
                 self._wait("StoreSettle", key)
@@ -193,6 +207,7 @@ class BoundaryStore:
 
     def load(self, key: int) -> None:
         """Action `L`: starts loading a boundary back; a store that is not async has loaded it on return."""
+        self._hand_over()
         try:
             if not _bridge.core.api_StoreLoad(self._handle, key):
                 self._wait("StoreSettle", key)
@@ -201,6 +216,7 @@ class BoundaryStore:
 
     def fetch(self, key: int) -> torch.Tensor:
         """The boundary's tensor; waits for a load that is under way."""
+        self._hand_over()
         if self._waits:
             self._wait("StoreWait", key)
         try:
@@ -211,6 +227,7 @@ class BoundaryStore:
 
     def fetch_all(self, key: int) -> list[torch.Tensor]:
         """The tensors of a boundary of several, in the order in which they were given."""
+        self._hand_over()
         if self._waits:
             self._wait("StoreWait", key)
         try:
@@ -221,7 +238,10 @@ class BoundaryStore:
 
     def drop(self, key: int) -> None:
         """Action `D`: forgets a boundary; tensors that were fetched stay valid."""
-        self._origin.pop(key, None)
+        if self._waiting:
+            self._hand_over()
+        if self._origin:
+            self._origin.pop(key, None)
         try:
             _bridge.core.api_StoreDrop(self._handle, key)
         except RuntimeError as error:
@@ -264,7 +284,18 @@ class BoundaryStore:
     def _ask(self, name: str, *args: Any) -> Any:
         if self._closed:
             raise ClosedError("the boundary store is closed")
+        self._hand_over()
         return _bridge.call(name, self._handle, *args)
+
+    def _hand_over(self) -> None:
+        """See Note [Boundaries that stay go over together]."""
+        if self._waiting:
+            pairs = ",".join(self._waiting)
+            self._waiting.clear()
+            try:
+                _bridge.core.api_StorePutAll(self._handle, pairs)
+            except RuntimeError as error:
+                self._fail(error)
 
     def _fail(self, error: RuntimeError) -> NoReturn:
         if self._closed:

@@ -104,6 +104,7 @@ class Sweep:
         self._undo: list[Record] = []
         self._env = Environment(chain.generators, chain.device_types, chain.autocast, chain.structure)
         chain.autocast = self._env.autocast
+        self._env.sparse = True
         self._random = chain.generators.read()
         self._now: dict[int, tuple[list[torch.Tensor], _tree.Shape, tuple[bool, ...]]] = {}
         self._originals: dict[int, list[torch.Tensor]] = {}
@@ -153,6 +154,7 @@ class Sweep:
             self.where = action
             kind, block, microbatch = action
             ops[kind](block, microbatch)
+        self._env.verify()
         self.where = None
 
     def _run_observed(self, actions: Sequence[Action]) -> None:
@@ -166,6 +168,7 @@ class Sweep:
                 self._ops[kind](block, microbatch)
             if trace is not None:
                 trace.add("executor", name, start, time.time_ns(), self.chain.store)
+        self._env.verify()
         self.where = None
 
     def finish(self) -> None:
@@ -173,6 +176,7 @@ class Sweep:
         if self._resume is not None:
             self.chain.generators.write(self._resume)
             self._resume = None
+            self._env.known = None
 
     def undo(self) -> None:
         """Puts buffers and generators back to what they were before the sweep and drops what it holds."""
@@ -300,6 +304,8 @@ class Sweep:
         loss_fn = self._loss_fn
         assert loss_fn is not None
         self.finish()
+        self._env.verify()
+        self._env.known = None
         graph = self._graphs.get((b - 1, m)) if m != ALL else None
         weight = 1.0 if m == ALL or loss_fn.weights is None else loss_fn.weights[m]
         if weight == 0.0:
@@ -434,6 +440,7 @@ class Sweep:
             return
         call = self.chain.calls[b]
         if self._resume is None:
+            self._env.verify()
             self._resume = self.chain.generators.read()
             self._env.look()
         rebuilt = call.rebuild(record, self._fetch(b, m), self._env, (b, "R", m))

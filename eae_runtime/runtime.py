@@ -320,10 +320,10 @@ class EAERuntime:
         for _ in self._attempts():
             if events.wants(EventType.FORWARD_STARTED):
                 events.emit(EventType.FORWARD_STARTED, num_blocks=len(self.blocks))
-            sweep = self._new_sweep(x, parts, tensors, keep_output=True)
             input_grad = any(t.requires_grad for t in tensors)
+            program = self._program(parts, split=True, targets=False, input_grad=input_grad)
+            sweep = self._new_sweep(x, parts, tensors, keep_output=True)
             try:
-                program = self._program(parts, split=True, targets=False, input_grad=input_grad)
                 with self.profiler.track("forward"), torch.enable_grad():
                     sweep.run(program.forward)
             except RestartStep:

@@ -17,6 +17,7 @@ import torch
 from eae_runtime import _bridge
 from eae_runtime.boundary_store import BoundaryStore, boundary_key
 from eae_runtime.errors import ClosedError, ConfigError, StoreKeyError, StoreTimeoutError, TensorTypeError
+from oracle import nothing_left
 
 TIERS = ["device", "host", "disk"]
 
@@ -265,11 +266,39 @@ def test_at_most_one_call_a_boundary_action(monkeypatch: pytest.MonkeyPatch) -> 
 
     with BoundaryStore() as store:
         monkeypatch.setattr(_bridge, "core", Counted())
+        for key in range(3):
+            store.adopt(key, torch.full((3,), float(key)))
+        assert calls == []
+        assert store.fetch(1).tolist() == [1.0] * 3
+        for key in range(3):
+            store.drop(key)
+        monkeypatch.undo()
+    # What stays on the device goes over together.
+    assert calls == ["api_StorePutAll", "api_StoreGet", *["api_StoreDrop"] * 3]
+    calls.clear()
+    with BoundaryStore(tier="host") as store:
+        monkeypatch.setattr(_bridge, "core", Counted())
         store.adopt(0, torch.ones(3))
+        store.move(0)
+        store.load(0)
         store.fetch(0)
         store.drop(0)
         monkeypatch.undo()
-    assert calls == ["api_StorePut", "api_StoreGet", "api_StoreDrop"]
+    assert calls == ["api_StorePut", "api_StoreMove", "api_StoreLoad", "api_StoreGet", "api_StoreDrop"]
+
+
+def test_boundaries_that_have_not_gone_over_are_not_lost() -> None:
+    with nothing_left():
+        store = BoundaryStore()
+        store.adopt(0, torch.ones(3))
+        assert len(store) == 1 and 0 in store and store.memory_bytes() == 12
+        store.adopt(1, torch.ones(3))
+        store.close()
+        with pytest.raises(ClosedError):
+            store.adopt(2, torch.ones(3))
+        store = BoundaryStore()
+        store.adopt(0, torch.ones(3))
+        del store
 
 
 class NeverReady:

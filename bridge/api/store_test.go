@@ -116,6 +116,28 @@ func TestBoundariesOfSeveralTensors(t *testing.T) {
 	require.NoError(t, StoreClose(h))
 }
 
+func TestManyBoundariesAtOnce(t *testing.T) {
+	host := newHost(t)
+	h, err := StoreNew("{}", 0)
+	require.NoError(t, err)
+	pairs := fmt.Sprintf("1:%d,%d:%d", host.give(1, 2), 1<<20, host.give(3))
+	require.NoError(t, StorePutAll(h, pairs))
+	n, err := StoreLen(h)
+	require.NoError(t, err)
+	require.EqualValues(t, 2, n)
+	address, err := StoreGet(h, 1<<20)
+	require.NoError(t, err)
+	require.Equal(t, []float32{3}, host.take(address))
+
+	code(t, StorePutAll(h, fmt.Sprintf("2:%d,x:1,3:0,4:%d", host.give(4), host.give(5))), "ConfigError")
+	n, err = StoreLen(h)
+	require.NoError(t, err)
+	require.EqualValues(t, 4, n, "what is right is stored")
+	code(t, StorePutAll(-1, fmt.Sprintf("1:%d", host.give(6))), "BridgeError")
+	require.NoError(t, StoreClose(h))
+	code(t, StorePutAll(h, fmt.Sprintf("1:%d", host.give(7))), "ClosedError")
+}
+
 func TestTensorsAreTakenOverAlsoOnFailure(t *testing.T) {
 	host := newHost(t)
 	h, err := StoreNew(`{"max_bytes": 4}`, 0)

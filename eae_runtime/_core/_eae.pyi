@@ -119,6 +119,10 @@ def api_StoreNew(spec: str, poolHandle: int) -> int:
 def api_StorePut(h: int, key: int, dl: int) -> str:
     """StorePut adopts a boundary of one tensor without a copy. The key is the boundary's number plus 2^20 times the microbatch's."""
 
+def api_StorePutAll(h: int, pairs: str) -> str:
+    """StorePutAll is StorePut for many boundaries of one tensor each, in their order: "key:address" pairs, separated by commas. Every tensor is taken
+    over; those that can be stored are, and the error tells of the others."""
+
 def api_StorePutN(h: int, key: int, dls: str) -> str:
     """StorePutN adopts a boundary of several tensors, comma separated addresses; what they share they will share when they come back."""
 
