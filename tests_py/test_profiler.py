@@ -47,9 +47,11 @@ def test_disabled_records_nothing_and_keeps_what_was() -> None:
 
 def test_a_long_run_does_not_grow() -> None:
     profiler = Profiler()
-    for _ in range(1000):
+    for _ in range(10_000):
         profiler.record("a", 1.0)
-    assert len(profiler._totals) == 1 and not hasattr(profiler._totals["a"], "__dict__")
+    assert len(profiler._fresh) < 4096
+    assert profiler.report()["a"]["count"] == 10_000
+    assert len(profiler._totals) == 1 and len(profiler._fresh) == 0 and not hasattr(profiler._totals["a"], "__dict__")
 
 
 def test_threads_lose_no_record() -> None:
