@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,26 +12,12 @@ from torch import nn
 from counting import Interior, counted, forwards
 from eae_runtime import EAERuntime, RuntimeConfig
 from models import CASES, Attention, Counter, Recurrent, Residual, Scale, chain
-from oracle import Outcome, assert_same, build, clear, kept, nothing_left, plain_step, state_of
+from oracle import Outcome, assert_same, build, clear, kept, plain_step, state_of
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-SETTINGS = [
-    *[(scheduler, tier) for scheduler in ("sequential", "async") for tier in ("device", "host", "disk")],
-    ("pipeline", "device"),
-    ("pipeline", "host"),
-]
-
 # A block is learnt in its first step, compared in its second, and may run without a graph from the third on.
 STEPS = 4
-
-
-@pytest.fixture(params=SETTINGS, ids="-".join)
-def config(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RuntimeConfig]:
-    scheduler, tier = request.param
-    with nothing_left():
-        yield RuntimeConfig(scheduler=scheduler, boundary_tier=tier, disk_dir=tmp_path)
-        assert list(tmp_path.iterdir()) == []
 
 
 def grads_of_inputs(
@@ -78,6 +62,37 @@ def test_three_dropout_blocks_in_microbatches(parts: int) -> None:
     config = RuntimeConfig(scheduler="pipeline", num_microbatches=parts)
     for grad, y in grads_of_inputs(config, model, lambda: torch.ones(1000)):
         assert torch.equal(grad, y) and 0 < (y != 0).sum() < 1000
+
+
+@pytest.mark.parametrize("when", ["late", "now and then", "late dropout in a block of several"])
+def test_a_block_that_starts_to_draw(when: str, config: RuntimeConfig) -> None:
+    """Blocks that drew nothing for six steps, and then do: whatever was learnt of them, the draws are plain's."""
+    torch.manual_seed(0)
+    on = {"draws": False}
+    inner = nn.Dropout(0.0)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        if when == "late dropout in a block of several":
+            inner.p = 0.5 if on["draws"] else 0.0
+            return inner(x)
+        return x * torch.rand_like(x) if on["draws"] else x * 2
+
+    model = chain(nn.Linear(6, 6), nn.Tanh(), block, nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 2))
+    x = torch.randn(4, 6)
+    with EAERuntime(model, config=config) as runtime:
+        for step in range(12):
+            on["draws"] = step % 3 == 2 if when == "now and then" else step >= 6
+            torch.manual_seed(step)
+            plain = plain_step(model, x, torch.sum)
+            clear(model)
+            torch.manual_seed(step)
+            if step % 4 == 3:
+                _, grads = runtime.compute_gradients(x, torch.sum)
+                runtime.apply_gradients(grads)
+            else:
+                runtime.train_step(x, torch.sum)
+            ours = Outcome(plain.loss, torch.get_rng_state(), outputs=plain.outputs, **state_of(model))
+            assert_same(ours, plain, step)
 
 
 # -- forward mode --------------------------------------------------------------------------------------------------
@@ -188,103 +203,6 @@ def test_a_block_that_starts_to_write(config: RuntimeConfig) -> None:
             first.weight.grad = None
             runtime.train_step(torch.ones(1, 1), torch.sum)
             assert first.weight.grad.item() == (8.0 if step >= 6 else 2.0), step
-
-
-# -- autocast ------------------------------------------------------------------------------------------------------
-
-
-def mixed() -> tuple[nn.Sequential, torch.Tensor]:
-    torch.manual_seed(0)
-    return chain(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)), torch.randn(5, 8)
-
-
-def bfloat16() -> torch.autocast:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-def autocast_plain() -> Outcome:
-    model, x = mixed()
-    with bfloat16():
-        output = model(x)
-    loss = output.float().square().mean()
-    loss.backward()
-    return Outcome(kept(loss), torch.get_rng_state(), outputs=[kept(output)], **state_of(model))
-
-
-def in_thread(fn: Callable[[], Any]) -> Any:
-    result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(fn()))
-    thread.start()
-    thread.join()
-    return result[0]
-
-
-@pytest.mark.parametrize("threaded", [False, True], ids=["here", "on another thread"])
-def test_autocast_replays(threaded: bool, config: RuntimeConfig) -> None:
-    """The region is around the forward alone; the rebuild stands in it again, in whichever thread."""
-    plain = autocast_plain()
-    model, x = mixed()
-    with EAERuntime(model, config=config) as runtime:
-        for step in range(STEPS):
-            clear(model)
-            with bfloat16():
-                output = runtime.forward(x)
-            back = lambda output=output: runtime.backward(output, lambda y: y.float().square().mean())
-            loss, grads = in_thread(back) if threaded else back()
-            runtime.apply_gradients(grads)
-            assert output.dtype is torch.bfloat16 and model[0].weight.grad.dtype is torch.float32
-            ours = Outcome(kept(loss), torch.get_rng_state(), outputs=[kept(output)], **state_of(model))
-            assert_same(ours, plain, step)
-
-
-def test_autocast_around_the_whole_step(config: RuntimeConfig) -> None:
-    theirs, x = mixed()
-    with bfloat16():
-        loss_fn = lambda y: y.float().square().mean()
-        plain = plain_step(theirs, x, loss_fn)
-    model, x = mixed()
-    with EAERuntime(model, config=config) as runtime:
-        for step in range(STEPS):
-            clear(model)
-            with bfloat16():
-                assert runtime.train_step(x, loss_fn) == plain.loss.item()
-            assert_same(Outcome(plain.loss, plain.random, outputs=plain.outputs, **state_of(model)), plain, step)
-
-
-def test_autocast_on_and_off_between_steps(config: RuntimeConfig) -> None:
-    with_it, without = autocast_plain(), plain_step(*mixed(), lambda y: y.float().square().mean())
-    model, x = mixed()
-    with EAERuntime(model, config=config) as runtime:
-        for step in range(2 * STEPS):
-            clear(model)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step % 2 == 0):
-                output = runtime.forward(x)
-            _, grads = runtime.backward(output, lambda y: y.float().square().mean())
-            runtime.apply_gradients(grads)
-            expected = (with_it if step % 2 == 0 else without).grads
-            assert all(torch.equal(p.grad, expected[n]) for n, p in model.named_parameters()), step
-
-
-def test_autocast_weight_cache(config: RuntimeConfig) -> None:
-    """A forward without gradients leaves casts of the weights in the cache that lead nowhere; in one region with it,
-    the rebuild still reaches the weights."""
-    theirs, x = mixed()
-    loss_fn = lambda y: y.float().square().mean()
-    with bfloat16():
-        plain = plain_step(theirs, x, loss_fn)
-    model, x = mixed()
-    with EAERuntime(model, config=config) as runtime:
-        for step in range(STEPS):
-            clear(model)
-            with bfloat16():
-                with torch.no_grad():
-                    model(x)
-                    output = runtime.forward(x)
-                    model(x)
-                    _, grads = runtime.backward(output, loss_fn)
-                runtime.apply_gradients(grads)
-            assert all(p.grad is not None for p in model.parameters())
-            assert all(torch.equal(p.grad, plain.grads[n]) for n, p in model.named_parameters()), step
 
 
 # -- leaves --------------------------------------------------------------------------------------------------------
