@@ -19,7 +19,7 @@ SETTINGS = [
 
 @pytest.fixture(params=SETTINGS, ids="-".join)
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RuntimeConfig]:
-    """Every scheduler that runs in one process, on every tier. Afterwards the core holds no more, the folder no file."""
+    """Every scheduler that runs in one process, on every tier. Then the core holds no more, the folder no file."""
     scheduler, tier = request.param
     with nothing_left():
         yield RuntimeConfig(scheduler=scheduler, boundary_tier=tier, disk_dir=tmp_path)
