@@ -158,9 +158,14 @@ func (s *Store) runJob(e *entry, chunk []byte, queue *Releases) error {
 		} else if again {
 			s.enqueue(e)
 		}
+		if garbage != nil && queue != nil {
+			// Before anybody who waits for the boundary looks: what it frees is in the queue by then.
+			garbage.giveTo(queue)
+			garbage = nil
+		}
 		s.mu.Unlock()
 		if garbage != nil {
-			garbage.giveTo(queue)
+			garbage.give()
 		}
 		if !again || s.spec.Async {
 			return err
