@@ -16,7 +16,7 @@ from ._hops import Hop, links, totals
 from ._p2p import Failure, Messenger, Packet, PeerFailed
 from ._placement import SharedLeaf
 from ._streams import StreamedSweep
-from .errors import DistributedError, PlanError
+from .errors import DistributedError
 from .events import EventType
 from .executor import ALL
 
@@ -49,8 +49,7 @@ class Shared:
 class DistributedSweep(StreamedSweep):
     """A sweep over one rank's blocks. Call `exchange_totals` after the last action, and `end` in any case.
 
-    hops, proven: this rank's messages in order, and which sends each receive proves. borrowed: parameters of blocks on other ranks,
-    by id, with their description.
+    hops, proven: this rank's messages in order, and which sends each receive proves.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class DistributedSweep(StreamedSweep):
         shared: Shared,
         hops: list[Hop],
         proven: dict[int, list[int]],
-        borrowed: dict[int, str],
         **options: Any,
     ) -> None:
         super().__init__(chain, inputs, **options)
@@ -72,7 +70,6 @@ class DistributedSweep(StreamedSweep):
         self._sharers = shared
         self._hops = hops
         self._proven = proven
-        self._borrowed = borrowed
         self._at = 0
         self._under_way: dict[int, Any] = {}
         if not inputs:
@@ -129,7 +126,6 @@ class DistributedSweep(StreamedSweep):
 
     def _send_activation(self, b: int, m: int) -> None:
         tensors, shape, needs = self._now.pop(m)
-        self._check_borrowed(b - 1, m)
         self._exchange(Packet(tensors, (shape, needs)))
 
     def _receive_activation(self, b: int, m: int) -> None:
@@ -139,21 +135,6 @@ class DistributedSweep(StreamedSweep):
         self._given[m] = [t.shape for t in tensors]
         self._now[m] = (tensors, shape, needs)
 
-    def _check_borrowed(self, last: int, m: int) -> None:
-        """A parameter that a block reads without having registered it is not seen by the rank that owns it."""
-        if self.number >= 2 or not self._borrowed:
-            return
-        for (b, k), record in self.records.items():
-            if k != m:
-                continue
-            for leaf in record.facts.leaves:
-                owner = self._borrowed.get(id(leaf))
-                if owner is not None:
-                    raise PlanError(
-                        f"{self.chain.calls[b].where()} reads parameter {owner} without having registered it; make it a parameter of this "
-                        "block as well, so that all ranks know that it is shared"
-                    )
-
     # -- adjoints --------------------------------------------------------------------------------------------------
 
     def _send_adjoint(self, b: int, m: int) -> None:
@@ -161,6 +142,7 @@ class DistributedSweep(StreamedSweep):
         metadata = {n: self._metadata[m, n] for n in range(len(adjoints)) if self._metadata.get((m, n))}
         output = self._now[m][0][0]
         rows = output.shape[0] if output.dim() else -1
+        self._stand_in(m, rows)
         weights = self._loss_fn.weights if self._loss_fn is not None else None
         self._exchange(Packet(adjoints, metadata, rows, weights[m] if weights is not None else float(self.parts == 1)))
         running = self.collector.running
@@ -173,8 +155,7 @@ class DistributedSweep(StreamedSweep):
         for n, metadata in packet.about.items():
             self._metadata[m, n] = dict(metadata)
         # What passes are told of the microbatch: the rows of the chain's output, which is elsewhere, and the weight.
-        stand_in = torch.empty((packet.rows,) if packet.rows >= 0 else (), device="meta")
-        self._now[m] = ([stand_in], _tree.SINGLE, (False,))
+        self._stand_in(m, packet.rows)
         assert self._loss_fn is not None and self._loss_fn.weights is not None
         self._loss_fn.weights[m] = packet.weight
         while self._follows("YS", m):
@@ -183,10 +164,15 @@ class DistributedSweep(StreamedSweep):
                 if total is not None:
                     self.collector.running[id(leaf)] = total
 
+    def _stand_in(self, m: int, rows: int) -> None:
+        """Puts a tensor without memory in the output's place."""
+        self._now[m] = ([torch.empty((rows,) if rows >= 0 else (), device="meta")], _tree.SINGLE, (False,))
+
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def exchange_totals(self) -> None:
-        """Gives the totals of shared leaves from the rank that accumulated them to the others, whose post-accumulate hooks then fire once."""
+        """Gives the totals of shared leaves from the rank that accumulated them to the others, whose post-accumulate
+        hooks then fire once."""
         while self._at < len(self._hops):
             hop = self._hops[self._at]
             self.where = (hop.kind, hop.block, ALL)
@@ -206,12 +192,13 @@ class DistributedSweep(StreamedSweep):
         if self.where is None:
             return "the step, outside its actions"
         kind, b, m = self.where
-        name = runtime.block_names[b] if b < len(runtime.block_names) else "the loss"
-        return f"action {b}{kind}{'*' if m == ALL else m} (block {b}, {name})"
+        what = f"block {b}, {runtime.block_names[b]}" if b < len(runtime.block_names) else "the loss"
+        return f"action {b}{kind}{'*' if m == ALL else m} ({what})"
 
     def end(self, failure: Failure | None) -> Failure | None:
-        """Brings the connections to the state that they have after a whole step: waits for the sends, and after a failure sends it in place of all messages
-        still owed and takes those still to come. Returns the failure, with `fatal` set if the connections are broken."""
+        """Brings the connections to the state that they have after a whole step: waits for the sends, and after a
+        failure sends it in place of all messages still owed and takes those still to come. Returns the failure, with
+        `fatal` set if the connections are broken."""
         messenger, unreachable = self._messenger, set[int]()
         for at in range(self._at, len(self._hops)):
             hop = self._hops[at]

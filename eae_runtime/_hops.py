@@ -1,18 +1,21 @@
 """The messages of a distributed schedule, rank by rank, worked out from the schedule before the first one is sent.
 
 Note [What travels beside the schedule's own messages]
-    A leaf that blocks on several ranks read is added up as on one process (Note [Shared leaves add up as plain adds them]): per microbatch
-    the running sum goes from the rank of the later reader to that of the next earlier one (XS, YS), where it is an extra root of
-    the next VJP; the rank of the earliest reader accumulates. XS stands behind the microbatch's XB and YS behind its YB, so that the
-    messages between two ranks keep one order. At the end the totals go from the earliest reader's rank to the others (XT, YT).
+    A leaf that blocks on several ranks read is added up as on one process (Note [Shared leaves add up as plain adds
+    them]): per microbatch the running sum goes from the rank of the later reader to that of the next earlier one (XS,
+    YS), where it is an extra root of the next VJP; the rank of the earliest reader accumulates. XS stands behind the
+    microbatch's XB and YS behind its YB, so that the messages between two ranks keep one order. At the end the totals
+    go from the earliest reader's rank to the others (XT, YT).
 
 Note [When a sent tensor is freed]
-    A send returns at once, and its memory must stay until it has been taken. Asking would mean waiting, but the schedule knows: what a peer
-    sends after it has taken a message proves that it has taken it. `proofs` lists for each receive which sends it proves.
+    A send returns at once, and its memory must stay until it has been taken. Asking would mean waiting, but the
+    schedule knows: what a peer sends after it has taken a message proves that it has taken it. `proofs` lists for
+    each receive which sends it proves.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,8 +26,9 @@ Action = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Hop:
-    """One message as one rank sees it. kind: XF, YF, XB, YB, XS, YS, XT, YT; X sends, Y receives. block: the boundary's number, for XS to YT
-    the block that reads the leaves at the other (X) or at this (Y) end. micro: -1 for totals."""
+    """One message as one rank sees it. kind: XF, YF, XB, YB, XS, YS, XT, YT; X sends, Y receives. block: the
+    boundary's number, for XS to YT the block that reads the leaves at the other (X) or at this (Y) end. micro: -1 for
+    totals."""
 
     kind: str
     block: int
@@ -40,12 +44,12 @@ class Hop:
 
 
 def links(readers: Sequence[Sequence[int]], ranks: Sequence[int]) -> dict[tuple[int, int], list[int]]:
-    """For each pair of ranks (from, to), the shared leaves (by number) whose running sum goes that way. `readers`: the blocks
-    that read each leaf."""
+    """For each pair of ranks (from, to), the shared leaves (by number) whose running sum goes that way. `readers`:
+    the blocks that read each leaf."""
     found: dict[tuple[int, int], list[int]] = {}
     for number, blocks in enumerate(readers):
         way = sorted({ranks[b] for b in blocks}, reverse=True)
-        for source, target in zip(way, way[1:], strict=False):
+        for source, target in itertools.pairwise(way):
             found.setdefault((source, target), []).append(number)
     return found
 

@@ -1,16 +1,17 @@
 """Messages between ranks, on torch.distributed.
 
 Note [Nothing waits without an end]
-    A wait that times out breaks the connection it waited on, so each is made once, with the whole deadline, on a thread of its own; the main
-    thread joins in slices of at most 100 ms, between which Ctrl-C gets through.
+    A wait that times out breaks the connection it waited on, so each is made once, with the whole deadline, on a
+    thread of its own; the main thread joins in slices of at most 100 ms, between which Ctrl-C gets through.
 
 Note [Two groups, one for each direction]
-    Activations go to higher ranks and adjoints to lower ones, each on a process group of its own. On a backend whose sends occupy the
-    connection until they are taken (NCCL), two neighbours that both send first would otherwise wait for each other for ever.
+    Activations go to higher ranks and adjoints to lower ones, each on a process group of its own. On a backend whose
+    sends occupy the connection until they are taken (NCCL), two neighbours that both send first would otherwise wait
+    for each other for ever.
 
-A message is a header of eight numbers, then a description of its tensors (pickled) where it differs from that of the last message about the
-same boundary, then the bytes of each tensor. A failed rank sends its failure in place of each message that it owes, so that everybody learns of it at
-the next receive and the connections stay in step.
+A message is a header of eight numbers, then a description of its tensors (pickled) where it differs from that of the
+last message about the same boundary, then the bytes of each tensor. A failed rank sends its failure in place of each
+message that it owes, so that everybody learns of it at the next receive and the connections stay in step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _SLOT = 1024
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong, and where. `restart`: nothing did, but the step has to be repeated. `fatal`: the connections cannot be used again."""
+    """What went wrong, and where. `restart`: nothing did, but the step has to be repeated. `fatal`: the connections
+    cannot be used again."""
 
     rank: int
     where: str
@@ -56,8 +58,8 @@ class Failure:
     fatal: bool = False
 
 
-class PeerFailed(Exception):  # noqa: N818 - a signal inside the runtime, turned into a DistributedError
-    """A peer sent its failure in place of a message."""
+class PeerFailed(Exception):
+    """A peer sent its failure in place of a message. A signal inside the runtime, turned into a DistributedError."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"rank {failure.rank} failed in {failure.where}: {failure.text}")
@@ -66,8 +68,8 @@ class PeerFailed(Exception):  # noqa: N818 - a signal inside the runtime, turned
 
 @dataclass
 class Packet:
-    """What a message carries. tensors: None stands for one that is not there. about: any object that can be pickled; it travels only when it, or a
-    tensor's form, has changed. rows and weight: of the microbatch."""
+    """What a message carries. tensors: None stands for one that is not there. about: any object that can be pickled;
+    it travels only when it, or a tensor's form, has changed. rows and weight: of the microbatch."""
 
     tensors: Sequence[torch.Tensor | None]
     about: Any = None
@@ -91,7 +93,9 @@ class _Waiter:
     """The thread that waits."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event, list[BaseException]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], threading.Event, list[BaseException]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
 
     def run(self, job: Callable[[], None], seconds: float) -> None:
@@ -126,17 +130,21 @@ class _Waiter:
             del task, job, done, raised
 
 
+def _group(timeout: timedelta) -> Any:
+    return dist.new_group(timeout=timeout)
+
+
 class Channels:
     """The process groups of this process's runtimes. `broken` says why they cannot be used any more."""
 
     def __init__(self, timeout: float) -> None:
-        self.world = dist.group.WORLD
+        self.world: Any = dist.group.WORLD
         self.timeout = timeout
         limit = timedelta(seconds=timeout)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.up = dist.new_group(timeout=limit)
-        self.down = dist.new_group(timeout=limit)
+        self.up = _group(limit)
+        self.down = _group(limit)
         self.broken = ""
         self.waiter = _Waiter()
         self.users = 0
@@ -144,11 +152,16 @@ class Channels:
         pairs = [part.partition(":") for part in dist.get_backend_config(self.up).split(",")]
         self._backends = {device: backend for device, _, backend in pairs}
         kind = "cpu" if "cpu" in self._backends else next(iter(self._backends))
-        self.device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+        self.device = (
+            torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+        )
 
     def carries(self, device: torch.device) -> bool:
-        """Whether messages can be read from and written to memory of this device. Gloo's and MPI's go through host memory."""
-        return device.type in self._backends and (device.type == "cpu" or self._backends[device.type] not in ("gloo", "mpi"))
+        """Whether messages can be read from and written to memory of this device. Gloo's and MPI's go through host
+        memory."""
+        return device.type in self._backends and (
+            device.type == "cpu" or self._backends[device.type] not in ("gloo", "mpi")
+        )
 
     def toward(self, source: int, target: int) -> Any:
         """The group for messages from one rank to another."""
@@ -159,7 +172,8 @@ _made: list[Channels] = []
 
 
 def channels(timeout: float) -> Channels:
-    """The channels of the default process group, made at the first call; every rank has to call it as often, with the same timeout."""
+    """The channels of the default process group, made at the first call; every rank has to call it as often, with the
+    same timeout."""
     for known in _made:
         if known.world is dist.group.WORLD and known.timeout == timeout:
             return known
@@ -181,7 +195,8 @@ class Messenger:
         self._heard: dict[tuple[str, int, int], Any] = {}
 
     def close(self) -> None:
-        """Ends the waiting thread with the last messenger of the process. The process groups stay, for the next runtime."""
+        """Ends the waiting thread with the last messenger of the process. The process groups stay, for the next
+        runtime."""
         if self._open:
             self._open = False
             self.channels.users -= 1
@@ -208,8 +223,7 @@ class Messenger:
             self._break(f"{what} was interrupted")
             raise
         except Exception as error:
-            line = str(error).partition("\n")[0]
-            raise self._break(f"{what}: {line}") from error
+            raise self._break(f"{what}: {_first_line(error)}") from error
 
     def _break(self, why: str) -> DistributedError:
         self.channels.broken = self.channels.broken or why
@@ -219,22 +233,27 @@ class Messenger:
         """Raises DistributedError if the channels are broken."""
         if self.channels.broken:
             raise DistributedError(
-                f"rank {self.rank}: the process group cannot be used any more ({self.channels.broken}); end all ranks, start them again and "
-                "load a checkpoint"
+                f"rank {self.rank}: the process group cannot be used any more ({self.channels.broken}); end all "
+                "ranks, start them again and load a checkpoint"
             )
 
     # -- one to one ------------------------------------------------------------------------------------------------
 
     def send(self, hop: Hop, packet: Packet) -> tuple[_Sent, bool]:
-        """Starts sending. Returns what `settle` is to be called with later, and whether the description had to travel."""
+        """Starts sending. Returns what `settle` is to be called with later, and whether the description had to
+        travel."""
         forms = [None if t is None else form_of(t, self.home) for t in packet.tensors]
-        parts = [pack(t, f) for t, f in zip(packet.tensors, forms, strict=True) if t is not None and f is not None and t.numel()]
+        parts = [
+            pack(t, f)
+            for t, f in zip(packet.tensors, forms, strict=True)
+            if t is not None and f is not None and t.numel()
+        ]
         try:
             text = pickle.dumps((forms, packet.about))
         except Exception as error:
             raise TensorTypeError(
-                f"boundary {hop.block} holds an object that cannot travel to rank {hop.peer}: {error}. Between blocks of different ranks only "
-                "tensors and picklable objects can stand"
+                f"boundary {hop.block} holds an object that cannot travel to rank {hop.peer}: {error}. Between blocks "
+                "of different ranks only tensors and picklable objects can stand"
             ) from error
         key = (hop.kind, hop.block, hop.peer)
         known = self._told.get(key) == text
@@ -258,8 +277,7 @@ class Messenger:
         try:
             return _Sent([dist.isend(b, dst=hop.peer, group=group) for b in buffers], buffers)
         except Exception as error:
-            line = str(error).partition("\n")[0]
-            raise self._break(f"action {hop}: rank {hop.peer} cannot be reached: {line}") from error
+            raise self._break(f"action {hop}: rank {hop.peer} cannot be reached: {_first_line(error)}") from error
 
     def settle(self, sent: Sequence[_Sent], what: str, seconds: float | None = None) -> None:
         """Waits until the sends have been taken and frees their memory."""
@@ -270,15 +288,30 @@ class Messenger:
             one.buffers.clear()
 
     def receive(self, hop: Hop) -> Packet:
-        """Waits for a message. Raises PeerFailed if the peer sent its failure instead, DistributedError if nothing comes in time."""
+        """Waits for a message. Raises PeerFailed if the peer sent its failure instead, DistributedError if nothing
+        comes in time."""
         peer, device = hop.peer, self.channels.device
         group = self.channels.toward(peer, self.rank)
         what = f"action {hop} (boundary {hop.block}): waiting for rank {peer}"
         header = torch.empty(8, dtype=torch.int64, device=device)
         self._take([header], peer, group, what)
-        code, block, micro, status, length, _, rows, bits = header.tolist()
+        numbers = header.tolist()
+        try:
+            return self._unpack(hop, numbers, group, what)
+        except (PeerFailed, DistributedError):
+            raise
+        except Exception as error:
+            # What follows the header has not been taken.
+            raise self._break(f"{what}: {type(error).__name__}: {error}") from error
+
+    def _unpack(self, hop: Hop, header: list[int], group: Any, what: str) -> Packet:
+        code, block, micro, status, length, _, rows, bits = header
+        peer, device = hop.peer, self.channels.device
         if (code, block, micro) != (_KINDS["X" + hop.kind[1]], hop.block, hop.micro):
-            raise self._break(f"{what}: its message is number {code} of boundary {block}, microbatch {micro}; the ranks are out of step")
+            raise self._break(
+                f"{what}: its message is number {code} of boundary {block}, microbatch {micro}; the ranks are out of "
+                "step"
+            )
         key = (hop.kind, block, peer)
         if length:
             text = torch.empty(length, dtype=torch.uint8, device=device)
@@ -303,7 +336,7 @@ class Messenger:
         try:
             works = [dist.irecv(b, src=peer, group=group) for b in buffers]
         except Exception as error:
-            raise self._break(f"{what}: {str(error).partition(chr(10))[0]}") from error
+            raise self._break(f"{what}: {_first_line(error)}") from error
         self.wait(works, what)
 
     # -- all to all ------------------------------------------------------------------------------------------------
@@ -327,9 +360,17 @@ class Messenger:
         try:
             work = dist.all_gather(pieces, mine, group=self.channels.up, async_op=True)
         except Exception as error:
-            raise self._break(f"{what}: {str(error).partition(chr(10))[0]}") from error
+            raise self._break(f"{what}: {_first_line(error)}") from error
         self.wait([work], what)
         return [bytes(piece.cpu().numpy()) for piece in pieces]
+
+
+def _first_line(error: Exception) -> str:
+    """What a backend says, without its source file and its advice."""
+    line = str(error).partition("\n")[0]
+    if line.startswith("["):
+        line = line.partition("] ")[2] or line
+    return line.partition(". This is typically")[0]
 
 
 def _bytes(data: bytes, device: torch.device) -> torch.Tensor:

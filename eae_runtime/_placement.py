@@ -1,4 +1,5 @@
-"""Which rank holds which block, what stands in for a block of another rank, and which parameters blocks of several ranks share."""
+"""Which rank holds which block, what stands in for a block of another rank, and which parameters blocks of several
+ranks share."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ __all__ = ["Foreign", "SharedLeaf", "free", "groups_of", "local_ties", "place"]
 
 
 def place(block_ranks: Sequence[int] | None, blocks: int, world: int) -> list[int]:
-    """The rank of each block; None deals them evenly. Raises ConfigError for a wrong length, a rank that is not there, ranks that
-    fall, and a rank without a block."""
+    """The rank of each block; None deals them evenly. Raises ConfigError for a wrong length, a rank that is not
+    there, ranks that fall, and a rank without a block."""
     spec: dict[str, Any] = {"blocks": [{}] * blocks, "world": world}
     given = "" if block_ranks is None else f"block_ranks={list(block_ranks)}: "
     if block_ranks is not None:
@@ -39,7 +40,8 @@ def place(block_ranks: Sequence[int] | None, blocks: int, world: int) -> list[in
     idle = sorted(set(range(world)) - busy)
     if idle:
         raise ConfigError(
-            f"{given or 'block_ranks: '}rank {idle[0]} of {world} has no block ({blocks} blocks in all); give every rank at least one, or start fewer processes"
+            f"{given or 'block_ranks: '}rank {idle[0]} of {world} has no block ({blocks} blocks in all); give every "
+            "rank at least one, or start fewer processes"
         )
     return ranks
 
@@ -58,7 +60,8 @@ class Foreign(nn.Module):
 
 @dataclass
 class SharedLeaf:
-    """A parameter that blocks of several ranks read. leaf: this rank's copy, None where no block of this rank reads it."""
+    """A parameter that blocks of several ranks read. leaf: this rank's copy, None where no block of this rank reads
+    it."""
 
     names: tuple[str, ...]
     blocks: list[int]
@@ -69,7 +72,7 @@ class SharedLeaf:
         if self.leaf is None:
             return None
         data = self.leaf.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return tuple(self.leaf.shape), str(self.leaf.dtype), zlib.crc32(data.numpy())
+        return tuple(self.leaf.shape), str(self.leaf.dtype), zlib.crc32(data.numpy().tobytes())
 
 
 def _named(block: nn.Module, index: int) -> Iterable[tuple[str, nn.Parameter]]:
@@ -78,7 +81,8 @@ def _named(block: nn.Module, index: int) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def local_ties(blocks: Sequence[nn.Module]) -> list[list[str]]:
-    """The names ("BLOCK.path") of each parameter that several blocks have registered, as far as this rank's objects show it."""
+    """The names ("BLOCK.path") of each parameter that several blocks have registered, as far as this rank's objects
+    show it."""
     names: dict[int, list[str]] = {}
     owners: dict[int, set[int]] = {}
     for index, block in enumerate(blocks):
@@ -88,9 +92,12 @@ def local_ties(blocks: Sequence[nn.Module]) -> list[list[str]]:
     return [names[key] for key, where in owners.items() if len(where) > 1]
 
 
-def groups_of(ties: Iterable[Sequence[str]], blocks: Sequence[nn.Module], ranks: Sequence[int], rank: int) -> list[SharedLeaf]:
-    """The parameters that blocks of several ranks share, from the ties that all ranks know of, in an order that is the same on all. Raises ConfigError
-    for a name that does not exist or names that are different parameters on this rank."""
+def groups_of(
+    ties: Iterable[Sequence[str]], blocks: Sequence[nn.Module], ranks: Sequence[int], rank: int
+) -> list[SharedLeaf]:
+    """The parameters that blocks of several ranks share, from the ties that all ranks know of, in an order that is
+    the same on all. Raises ConfigError for a name that does not exist or names that are different parameters on this
+    rank."""
     root: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -113,7 +120,9 @@ def groups_of(ties: Iterable[Sequence[str]], blocks: Sequence[nn.Module], ranks:
         here = [name for name, n in zip(names, numbers, strict=True) if ranks[n] == rank]
         missing = [name for name in here if name not in own]
         if missing:
-            raise ConfigError(f"shared: block {missing[0].partition('.')[0]} has no parameter {missing[0]!r} (names are BLOCK.path)")
+            raise ConfigError(
+                f"shared: block {missing[0].partition('.')[0]} has no parameter {missing[0]!r} (names are BLOCK.path)"
+            )
         leaves = {id(own[name]): own[name] for name in here}
         if len(leaves) > 1:
             raise ConfigError(f"shared={names}: {here} are different parameters on rank {rank}; make them one object")
@@ -123,8 +132,9 @@ def groups_of(ties: Iterable[Sequence[str]], blocks: Sequence[nn.Module], ranks:
 
 
 def free(blocks: Sequence[nn.Module], own: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> int:
-    """Replaces the parameters and buffers of the blocks that are not in `own` by meta tensors (one that an own block has as well stays) and takes the
-    parameters out of the optimizer, with their state. Returns the bytes of what was let go."""
+    """Replaces the parameters and buffers of the blocks that are not in `own` by meta tensors (one that an own block
+    has as well stays) and takes the parameters out of the optimizer, with their state. Returns the bytes of what was
+    let go."""
     mine = {id(b) for b in own}
     keep = {id(t) for b in own for t in (*b.parameters(), *b.buffers())}
     gone: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -1,10 +1,11 @@
 """Random draws that depend on their place alone: a stream for each step, microbatch and block.
 
 Note [A stream for each step, microbatch and block]
-    Ranks cannot share a generator that moves on with every draw: they run side by side. So before a block's forward the generators are
-    seeded from (seed, step, microbatch, block), and what a block draws no longer depends on who drew before it, in which order microbatches
-    run, or on which rank. One process can run in the same mode (`RuntimeConfig(random_streams=True)`) and then draws the same numbers bit for bit. The
-    loss counts as block L. After each sweep the process's generators stand where they stood before it.
+    Ranks cannot share a generator that moves on with every draw: they run side by side. So before a block's forward
+    the generators are seeded from (seed, step, microbatch, block), and what a block draws no longer depends on who
+    drew before it, in which order microbatches run, or on which rank. One process can run in the same mode
+    (`RuntimeConfig(random_streams=True)`) and then draws the same numbers bit for bit. The loss counts as block L.
+    After each sweep the process's generators stand where they stood before it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class StreamedSweep(Sweep):
         return run
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Executes the actions in order; see the base class. The generators then stand where they stood before the sweep."""
+        """Executes the actions in order; see the base class. The generators then stand where they stood before the
+        sweep."""
         super().run(actions)
         self.finish()
         self.chain.generators.write(self._random)

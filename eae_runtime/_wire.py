@@ -1,9 +1,9 @@
 """How a tensor travels between ranks: described by a few numbers, sent as the bytes of its memory.
 
 Note [A tensor arrives as it was sent]
-    A kernel's bits depend on strides and alignment, so these are part of the description: the receiver gets the strides and the
-    address modulo 64 that the sender's tensor had. Gaps between elements and repeated elements (an expanded tensor) do not travel. Tensors
-    that overlap themselves in another way arrive contiguous.
+    A kernel's bits depend on strides and alignment, so these are part of the description: the receiver gets the
+    strides and the address modulo 64 that the sender's tensor had. Gaps between elements and repeated elements (an
+    expanded tensor) do not travel. Tensors that overlap themselves in another way arrive contiguous.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["Form", "Slot", "form_of", "pack"]
 
 
 class Form(NamedTuple):
-    """What the receiver has to know of a tensor. `shift` counts elements from a 64-byte boundary; `home` tells whether the tensor is on its
-    rank's own device (and arrives on the receiver's) or on the CPU beside it."""
+    """What the receiver has to know of a tensor. `shift` counts elements from a 64-byte boundary; `home` tells
+    whether the tensor is on its rank's own device (and arrives on the receiver's) or on the CPU beside it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,12 +52,15 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def form_of(tensor: torch.Tensor, home: torch.device) -> Form:
-    """The form of a tensor of the rank whose blocks are on `home`. Raises TensorTypeError for one that has no plain memory."""
+    """The form of a tensor of the rank whose blocks are on `home`. Raises TensorTypeError for one that has no plain
+    memory."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "a meta tensor" if tensor.is_meta else f"a tensor of layout {tensor.layout}"
         raise TensorTypeError(f"{kind} cannot travel to another rank; make it dense (sparse=False, .to_dense())")
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    form = Form(shape, stride, tensor.dtype, (tensor.data_ptr() % 64) // tensor.element_size(), tensor.device.type == home.type)
+    form = Form(
+        shape, stride, tensor.dtype, (tensor.data_ptr() % 64) // tensor.element_size(), tensor.device.type == home.type
+    )
     if not form.dense and torch._debug_has_internal_overlap(tensor.as_strided(form.core, stride)) == 1:
         form = form._replace(stride=tuple(torch.empty(shape, device="meta").stride()))
     return form

@@ -1,9 +1,10 @@
 """Training a chain whose blocks are spread over the ranks of torch.distributed. See docs/distributed.md.
 
 Note [What all ranks agree on]
-    A step begins and ends with an agreement: one small all-gather. At the start, what the schedule depends on (microbatches, which blocks
-    are trainable). At the end, whether every rank has got through, the loss, and the norms for the global clip. Nothing is updated before the second one.
-    A rank that fails sends its failure in place of the messages that it still owes, so everybody ends the step and the connections stay in step.
+    A step begins and ends with an agreement: one small all-gather. At the start, what the schedule depends on
+    (microbatches, which blocks are trainable). At the end, whether every rank has got through, the loss, and the
+    norms for the global clip. Nothing is updated before the second one. A rank that fails sends its failure in place
+    of the messages that it still owes, so everybody ends the step and the connections stay in step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ._placement import Foreign, SharedLeaf, free, groups_of, local_ties, place
 from ._sharing import Collector
 from ._transaction import Gradients
 from .blockcall import RestartStep
-from .errors import ConfigError, DistributedError
+from .errors import ConfigError, DistributedError, PlanError
 from .events import EventType
 from .executor import Loss, Program, parse_action, split_rows
 from .schedulers import BaseScheduler, DistributedScheduler
@@ -42,74 +43,95 @@ class Ranks:
     """One rank's part in a runtime that runs on several. Making it is collective, and so is `step`."""
 
     def __init__(self, scheduler: DistributedScheduler, config: RuntimeConfig, blocks: list[nn.Module | None]) -> None:
-        """`blocks` has None, meta blocks or whole blocks where other ranks have theirs. A None is replaced by a stand-in."""
+        """`blocks` has None, meta blocks or whole blocks where other ranks have theirs. A None is replaced by a
+        stand-in."""
         through = channels(config.timeout)
         self.rank, self.world = through.rank, through.size
-        wanted = scheduler.block_ranks if scheduler.block_ranks is not None else config.block_ranks
         self._scheduler = scheduler
-        home = torch.device("cpu")
-
-        def look() -> dict[str, Any]:
-            nonlocal home
-            self.placed = place(wanted, len(blocks), self.world)
-            self.own = [i for i, r in enumerate(self.placed) if r == self.rank]
-            for i in self.own:
-                if blocks[i] is None:
-                    raise ConfigError(f"block {i} is None but belongs to rank {self.rank}; only blocks of other ranks may be left out")
-            for i, block in enumerate(blocks):
-                if block is None:
-                    blocks[i] = Foreign(i, self.placed[i])
-            self.blocks: list[nn.Module] = [b for b in blocks if b is not None]
-            tensors = [t for i in self.own for t in (*self.blocks[i].parameters(), *self.blocks[i].buffers())]
-            if any(t.is_meta for t in tensors):
-                raise ConfigError(f"rank {self.rank} has meta parameters in its own blocks {self.own}; materialize them (to_empty, then load or init)")
-            home = tensors[0].device if tensors else home
-            return {
-                "num_microbatches": config.num_microbatches,
-                "grad_clip_norm": config.grad_clip_norm,
-                "block_ranks": self.placed,
-                "passes": [str(getattr(p, "name", type(p).__name__)) for p in config.passes],
-                "blocks": len(blocks),
-                "names": {i: getattr(blocks[i], "eae_name", None) or f"{type(blocks[i]).__name__}_{i}" for i in self.own},
-                "ties": [*local_ties(self.blocks), *scheduler.shared],
-                "seed": torch.initial_seed(),
-            }
-
-        # Blocks may lie on an accelerator, which is known only afterwards; nothing but numbers travels here.
-        self.messenger = Messenger(through, home)
+        self._trainable: list[bool] | None = None
+        self._plans: dict[Any, tuple[Program, list[Hop], dict[int, list[int]]]] = {}
+        self.blocks: list[nn.Module] = []
+        self.placed: list[int] = []
+        self.own: list[int] = []
+        self.leaves: list[SharedLeaf] = []
+        self.messenger = Messenger(through, torch.device("cpu"))
         try:
-            answers = self._together(look, "setting up")
-            self.messenger.home = home
+            answers = self._together(lambda: self._look(config, blocks), "making the runtime", setup=True)
             for field in _SAME:
                 found = {repr(a[field]): r for r, a in reversed(list(enumerate(answers)))}
                 if len(found) > 1:
-                    raise ConfigError(f"the ranks disagree on {field}: " + ", ".join(f"{v} on rank {r}" for v, r in sorted(found.items(), key=lambda i: i[1])))
+                    seen = ", ".join(
+                        f"{value} on rank {r}" for value, r in sorted(found.items(), key=lambda item: item[1])
+                    )
+                    raise ConfigError(f"the ranks disagree on {field}: {seen}")
             self.names: list[str] = [answers[r]["names"][i] for i, r in enumerate(self.placed)]
             self.seed: int = answers[0]["seed"]
-            ties = [tie for a in answers for tie in a["ties"]]
-            self.leaves: list[SharedLeaf] = []
-
-            def share() -> list[Any]:
-                self.leaves = groups_of(ties, self.blocks, self.placed, self.rank)
-                return [leaf.print_of() for leaf in self.leaves]
-
-            prints = self._together(share, "comparing shared parameters")
-            for leaf, found in zip(self.leaves, zip(*prints, strict=True), strict=True):
-                if len({p for p in found if p is not None}) > 1:
-                    raise ConfigError(
-                        f"the shared parameter {' = '.join(leaf.names)} differs between ranks "
-                        f"({', '.join(f'{p} on rank {r}' for r, p in enumerate(found) if p)}: shape, type, checksum); give all ranks the same values"
-                    )
+            self._share([tie for a in answers for tie in a["ties"]])
         except BaseException:
             self.close()
             raise
-        self._trainable: list[bool] | None = None
-        self._plans: dict[Any, tuple[Program, list[Hop], dict[int, list[int]]]] = {}
+
+    def _look(self, config: RuntimeConfig, blocks: list[nn.Module | None]) -> dict[str, Any]:
+        """Places the blocks and says what the other ranks have to know."""
+        scheduler = self._scheduler
+        wanted = scheduler.block_ranks if scheduler.block_ranks is not None else config.block_ranks
+        self.placed = place(wanted, len(blocks), self.world)
+        self.own = [i for i, r in enumerate(self.placed) if r == self.rank]
+        for i in self.own:
+            if blocks[i] is None:
+                raise ConfigError(
+                    f"block {i} is None but belongs to rank {self.rank}; only blocks of other ranks may be left out"
+                )
+        self.blocks = [Foreign(i, self.placed[i]) if b is None else b for i, b in enumerate(blocks)]
+        if config.random_streams is False:
+            raise ConfigError("random_streams=False: ranks cannot share one generator; leave it None or set it True")
+        tensors = [t for i in self.own for t in (*self.blocks[i].parameters(), *self.blocks[i].buffers())]
+        if any(t.is_meta for t in tensors):
+            raise ConfigError(
+                f"rank {self.rank} has meta parameters in its own blocks {self.own}; materialize them (to_empty, then "
+                "load or init)"
+            )
+        if tensors:
+            self.messenger.home = tensors[0].device
+        return {
+            "num_microbatches": config.num_microbatches,
+            "grad_clip_norm": config.grad_clip_norm,
+            "block_ranks": self.placed,
+            "passes": [str(getattr(p, "name", type(p).__name__)) for p in config.passes],
+            "blocks": len(blocks),
+            "names": {
+                i: getattr(self.blocks[i], "eae_name", None) or f"{type(self.blocks[i]).__name__}_{i}" for i in self.own
+            },
+            "ties": [*local_ties(self.blocks), *scheduler.shared],
+            "seed": torch.initial_seed(),
+        }
+
+    def _share(self, ties: list[Sequence[str]]) -> None:
+        """Finds the parameters that blocks of several ranks share and checks that all have the same values."""
+
+        def prints() -> list[Any]:
+            self.leaves = groups_of(ties, self.blocks, self.placed, self.rank)
+            return [leaf.print_of() for leaf in self.leaves]
+
+        answers = self._together(prints, "comparing shared parameters", setup=True)
+        for leaf, found in zip(self.leaves, zip(*answers, strict=True), strict=True):
+            if len({p for p in found if p is not None}) > 1:
+                seen = ", ".join(f"{p} on rank {r}" for r, p in enumerate(found) if p)
+                raise ConfigError(
+                    f"the shared parameter {' = '.join(leaf.names)} differs between ranks ({seen}: shape, type, "
+                    "checksum); give all ranks the same values"
+                )
 
     @staticmethod
-    def connect(scheduler: BaseScheduler, config: RuntimeConfig, model: Any, decompose: Callable[..., list[Any]]) -> Ranks | None:
+    def connect(
+        scheduler: BaseScheduler, config: RuntimeConfig, model: Any, decompose: Callable[..., list[Any]]
+    ) -> Ranks | None:
         """The ranks of a distributed scheduler, or None where there is one process."""
-        if not isinstance(scheduler, DistributedScheduler) or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if (
+            not isinstance(scheduler, DistributedScheduler)
+            or not (dist.is_available() and dist.is_initialized())
+            or dist.get_world_size() == 1
+        ):
             return None
         return Ranks(scheduler, config, decompose(model, foreign=True))
 
@@ -120,7 +142,10 @@ class Ranks:
     @property
     def modules(self) -> list[nn.Module]:
         """The blocks of this rank, with stand-ins for all others."""
-        return [b if r == self.rank else Foreign(i, r) for i, (b, r) in enumerate(zip(self.blocks, self.placed, strict=True))]
+        return [
+            b if r == self.rank else Foreign(i, r)
+            for i, (b, r) in enumerate(zip(self.blocks, self.placed, strict=True))
+        ]
 
     def release(self, optimizer: torch.optim.Optimizer | None) -> int:
         """Frees the blocks of other ranks."""
@@ -135,11 +160,12 @@ class Ranks:
     def _failure(self, error: BaseException, where: str) -> Failure:
         if isinstance(error, PeerFailed):
             return error.failure
-        text = f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, DistributedError) else f"{type(error).__name__}: {error}"
         return Failure(self.rank, where, text, isinstance(error, RestartStep), bool(self.messenger.channels.broken))
 
-    def _together(self, make: Callable[[], Any], what: str) -> list[Any]:
-        """Every rank's result of `make`. If it fails on one, it fails on all: there with its own error, elsewhere with DistributedError."""
+    def _together(self, make: Callable[[], Any], what: str, *, setup: bool = False) -> list[Any]:
+        """Every rank's result of `make`. If it fails on one, it fails on all: there with its own error, elsewhere
+        with DistributedError."""
         value, error = None, None
         try:
             value = make()
@@ -147,33 +173,56 @@ class Ranks:
             error = raised
         failure = None if error is None else self._failure(error, what)
         answers = self.messenger.gather((value, failure), what)
-        self._raise([f for _, f in answers], error)
+        self._raise([f for _, f in answers], error, setup)
         return [v for v, _ in answers]
 
-    def _raise(self, failures: Sequence[Failure | None], mine: BaseException | None) -> None:
+    def _raise(self, failures: Sequence[Failure | None], mine: BaseException | None, setup: bool = False) -> None:
         """Raises what this rank has to raise when any rank has failed."""
         real = [f for f in failures if f is not None and not f.restart]
         if real:
-            if mine is not None and not isinstance(mine, (PeerFailed, RestartStep)):
+            if mine is not None and not isinstance(mine, (PeerFailed, RestartStep, DistributedError)):
                 raise mine
-            raise self._error(real[0]) from None
+            if setup:
+                raise DistributedError(f"rank {real[0].rank} failed in {real[0].where}: {real[0].text}") from mine
+            raise self._error(real[0]) from (mine if isinstance(mine, DistributedError) else None)
         if any(f is not None for f in failures):
             raise mine if isinstance(mine, RestartStep) else RestartStep("a block on another rank has to be run again")
 
     def _error(self, failure: Failure) -> DistributedError:
-        end = "" if not failure.fatal else ". The process group cannot be used any more: end all ranks and start them again"
+        end = (
+            ""
+            if not failure.fatal
+            else ". The process group cannot be used any more: end all ranks and start them again"
+        )
+        begin = (
+            failure.text
+            if failure.text.startswith("rank ")
+            else f"rank {failure.rank} failed in {failure.where}: {failure.text}"
+        )
         return DistributedError(
-            f"rank {failure.rank} failed in {failure.where}: {failure.text}. Nothing was updated on any rank, and the step was undone on this one "
-            f"(rank {self.rank}){end}"
+            f"{begin}. Nothing was updated on any rank, and the step was undone on this one (rank {self.rank}){end}"
         )
 
     # -- schedule --------------------------------------------------------------------------------------------------
 
     def plan(
-        self, runtime: EAERuntime, trainable: Sequence[bool], parts: int, targets: bool, input_grad: bool, shared: Sequence[SharedLeaf]
+        self,
+        runtime: EAERuntime,
+        trainable: Sequence[bool],
+        parts: int,
+        targets: bool,
+        input_grad: bool,
+        shared: Sequence[SharedLeaf],
     ) -> tuple[Program, list[Hop], dict[int, list[int]]]:
         """This rank's program, its messages, and what each of them proves (Note [When a sent tensor is freed])."""
-        key = (tuple(trainable), parts, targets, input_grad, len(runtime.pipeline) > 0, tuple(leaf.names for leaf in shared))
+        key = (
+            tuple(trainable),
+            parts,
+            targets,
+            input_grad,
+            len(runtime.pipeline) > 0,
+            tuple(leaf.names for leaf in shared),
+        )
         if key not in self._plans:
             first = trainable.index(True) if True in trainable else len(trainable)
             spec = {
@@ -190,7 +239,10 @@ class Ranks:
             lines = self._scheduler.schedule(spec).split("\n")
             texts = ["\n".join(lines[2 * r : 2 * r + 2]) for r in range(self.world)]
             readers = [leaf.blocks for leaf in shared]
-            lists = [hops_of(r, [parse_action(t) for t in text.split()], self.placed, readers) for r, text in enumerate(texts)]
+            lists = [
+                hops_of(r, [parse_action(t) for t in text.split()], self.placed, readers)
+                for r, text in enumerate(texts)
+            ]
             self._plans[key] = Program(texts[self.rank]), lists[self.rank], proofs(self.rank, lists)
         return self._plans[key]
 
@@ -253,7 +305,7 @@ class Ranks:
             report: dict[str, Any] = {}
             try:
                 before.clear_owned()
-                sweep.before_vjp = before.add_borrowed
+                sweep.before_vjp = lambda leaves: self._unregistered(leaves, before)
                 if last:
                     loss = runtime._losses(loss_fn, targets, parts, front["rows"], reduction, weigh)
                 else:
@@ -265,16 +317,19 @@ class Ranks:
                 error = raised
                 runtime._explain(error, sweep)
             failure = None if error is None else self._failure(error, sweep.place(runtime))
+            if failure is not None and failure.fatal:
+                self.messenger.channels.broken = self.messenger.channels.broken or failure.text
             failure = sweep.end(failure)
             if failure is not None and failure.fatal:
-                self.messenger.channels.broken = self.messenger.channels.broken or f"rank {failure.rank}: {failure.text}"
                 self._raise([failure], error)
             answers = self.messenger.gather((report, failure), f"the end of step {runtime.steps}")
             self._raise([f for _, f in answers], error)
             self._clip(runtime, [r for r, _ in answers])
         except BaseException as raised:
             if not isinstance(raised, Exception):
-                self.messenger.channels.broken = self.messenger.channels.broken or f"{type(raised).__name__} in the middle of a step"
+                self.messenger.channels.broken = (
+                    self.messenger.channels.broken or f"{type(raised).__name__} in the middle of a step"
+                )
             sweep.undo()
             before.restore()
             runtime._restore_passes(states)
@@ -291,27 +346,42 @@ class Ranks:
             if len(known) > 1:
                 raise ConfigError(
                     f"the shared parameter {' = '.join(leaf.names)} requires grad on some ranks only "
-                    f"({', '.join(f'{f} on rank {r}' for r, f in enumerate(found) if f is not None)}); freeze it on all or on none"
+                    f"({', '.join(f'{f} on rank {r}' for r, f in enumerate(found) if f is not None)}); freeze it on "
+                    "all or on none"
                 )
             if known == {True}:
                 out.append(leaf)
         return out
 
+    def _unregistered(self, leaves: Sequence[torch.Tensor], before: Gradients) -> None:
+        """Leaves that no block of this rank has registered. One that a block of another rank has would lose this
+        rank's share of its gradient."""
+        ids = {id(leaf) for leaf in leaves}
+        for i, block in enumerate(self.blocks):
+            if self.placed[i] == self.rank:
+                continue
+            for path, parameter in block.named_parameters():
+                if id(parameter) in ids:
+                    raise PlanError(
+                        f"parameter {path!r} of block {i} (rank {self.placed[i]}) is read on rank {self.rank} by a "
+                        "block or loss that has not registered it; make it a parameter of that block as well, so that "
+                        "all ranks know that it is shared"
+                    )
+        before.add_borrowed(leaves)
+
     def _sweep(
-        self, runtime: EAERuntime, inputs: list[Any], parts: int, shared: Shared, hops: list[Hop], proven: dict[int, list[int]]
+        self,
+        runtime: EAERuntime,
+        inputs: list[Any],
+        parts: int,
+        shared: Shared,
+        hops: list[Hop],
+        proven: dict[int, list[int]],
     ) -> DistributedSweep:
         runtime._drop_sweep()
         runtime._sweeps += 1
         tensors = _tree.flatten(inputs)[0]
         runtime._chain.generators.add(t.device for t in tensors)
-        mine = {id(p) for i in self.own for p in self.blocks[i].parameters()}
-        borrowed = {
-            id(p): f"{path!r} of block {i} (rank {self.placed[i]})"
-            for i, b in enumerate(self.blocks)
-            if self.placed[i] != self.rank
-            for path, p in b.named_parameters()
-            if id(p) not in mine
-        }
         return DistributedSweep(
             runtime._chain,
             inputs,
@@ -324,7 +394,6 @@ class Ranks:
             shared=shared,
             hops=hops,
             proven=proven,
-            borrowed=borrowed,
         )
 
     def _walk(self, runtime: EAERuntime, sweep: DistributedSweep, program: Program) -> None:
@@ -342,8 +411,11 @@ class Ranks:
                 sweep.run(program.reverse)
                 sweep.exchange_totals()
 
-    def _report(self, runtime: EAERuntime, sweep: DistributedSweep, shared: Sequence[SharedLeaf], last: bool) -> dict[str, Any]:
-        """What the final agreement needs of this rank: the loss, and the norm of each gradient that is not counted elsewhere."""
+    def _report(
+        self, runtime: EAERuntime, sweep: DistributedSweep, shared: Sequence[SharedLeaf], last: bool
+    ) -> dict[str, Any]:
+        """What the final agreement needs of this rank: the loss, and the norm of each gradient that is not counted
+        elsewhere."""
         report: dict[str, Any] = {}
         if last:
             report["loss"] = sweep.total_loss().item()
@@ -357,11 +429,11 @@ class Ranks:
 
     @staticmethod
     def _clip(runtime: EAERuntime, reports: Sequence[dict[str, Any]]) -> None:
-        """Scales this rank's gradients by the norm over all ranks, computed alike on each: in the order of the blocks."""
+        """Scales this rank's gradients by the norm over all ranks, computed alike on each: in the order of the
+        blocks."""
         limit = runtime.config.grad_clip_norm
         if limit is None:
             return
         kind = torch.float64 if any(r["double"] for r in reports) else torch.float32
         total = torch.linalg.vector_norm(torch.tensor([n for r in reports for n in r["norms"]], dtype=kind))
         nn.utils.clip_grads_with_norm_([p for p in runtime._chain.parameters if p.grad is not None], limit, total)
-

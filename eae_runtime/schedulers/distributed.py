@@ -14,11 +14,13 @@ __all__ = ["DistributedScheduler"]
 
 
 class DistributedScheduler(GeneratedScheduler):
-    """Each rank runs its own blocks; microbatches go through the ranks in 1F1B order. With one process: RuntimeWarning and sequential.
+    """Each rank runs its own blocks; microbatches go through the ranks in 1F1B order. With one process:
+    RuntimeWarning and sequential.
 
-    block_ranks: the rank of each block, never falling along the chain; None takes RuntimeConfig's, and None there spreads the blocks evenly.
-    shared: groups of parameter names ("BLOCK.path") that are one parameter, for ties that no rank can see because it has None in place of the other
-    block. Ties that a rank can see, also between meta blocks, are found without.
+    block_ranks: the rank of each block, never falling along the chain; None takes RuntimeConfig's, and None there
+    spreads the blocks evenly. shared: groups of parameter names ("BLOCK.path") that are one parameter, for ties that
+    no rank can see because it has None in place of the other block. Ties that a rank can see, also between meta
+    blocks, are found without.
     """
 
     name = "DistributedScheduler"
