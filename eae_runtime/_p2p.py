@@ -106,9 +106,15 @@ class _Waiter:
         done, raised = threading.Event(), list[BaseException]()
         self._jobs.put((job, done, raised))
         end = time.monotonic() + seconds + _GRACE
-        while not done.wait(_SLICE):
-            if time.monotonic() > end:
-                raise TimeoutError(f"no answer within {seconds:g} s")
+        try:
+            while not done.wait(_SLICE):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no answer within {seconds:g} s")
+        except BaseException:
+            # The thread is left to its wait and ends after it.
+            self._jobs.put(None)
+            self._jobs, self._thread = queue.SimpleQueue(), None
+            raise
         if raised:
             raise raised[0]
 
@@ -120,7 +126,8 @@ class _Waiter:
             self._thread = None
 
     def _loop(self) -> None:
-        while (task := self._jobs.get()) is not None:
+        jobs = self._jobs
+        while (task := jobs.get()) is not None:
             job, done, raised = task
             try:
                 job()

@@ -216,5 +216,7 @@ def waiting(rank: int, world: int) -> dict[str, Any]:
     try:
         runtime.train_step(x, loss_fn, y)
     except KeyboardInterrupt:
-        return {"interrupted": True, "seconds": time.monotonic() - sent}
-    return {"interrupted": False, "seconds": 0.0}
+        came = time.monotonic()
+        runtime.close()
+        return {"interrupted": True, "seconds": came - sent, "closing": time.monotonic() - came}
+    return {"interrupted": False}

@@ -170,6 +170,8 @@ SIGNATURES = {
     "runtime.EAERuntime.compute_gradients": "x, loss_fn",
     "runtime.EAERuntime.parameters": "",
     "runtime.EAERuntime.trace": "path",
+    "runtime.EAERuntime.release_foreign": "",
+    "runtime.EAERuntime.any_rank": "flag",
     "runtime.EAERuntime.close": "",
     "passes.EAEPass": "",
     "passes.EAEPass.process": "adjoint, context=None",
