@@ -27,7 +27,17 @@ LIMIT_US = 10.0
 SERIES = 15
 BLOCKS = 8
 # The core's functions that carry out an action on a boundary; set-up, statistics and closing are not among them.
-BOUNDARY_CALLS = ("StorePut", "StorePutAll", "StorePutN", "StoreMove", "StoreLoad", "StoreGet", "StoreGetN", "StoreDrop", "ChainApply")
+BOUNDARY_CALLS = (
+    "StorePut",
+    "StorePutAll",
+    "StorePutN",
+    "StoreMove",
+    "StoreLoad",
+    "StoreGet",
+    "StoreGetN",
+    "StoreDrop",
+    "ChainApply",
+)
 
 
 def put_and_get(repeats: int) -> Ratio:

@@ -1,7 +1,7 @@
 """eae-runtime: a programmable reverse-mode runtime for PyTorch, with its core in Go.
 
-    runtime = EAERuntime(model, optimizer, RuntimeConfig(scheduler="async"))
-    loss = runtime.train_step(x, lambda output: criterion(output, y))
+runtime = EAERuntime(model, optimizer, RuntimeConfig(scheduler="async"))
+loss = runtime.train_step(x, lambda output: criterion(output, y))
 """
 
 from __future__ import annotations

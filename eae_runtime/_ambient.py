@@ -3,7 +3,8 @@
 Note [What a rebuild replays]
     A block's forward depends on more than its input: the generators it draws from, the autocast region it stands in and
     its training flags. All of it is recorded before the block runs and put back around its rebuild. The generators are
-    read once a block (0.8 us) and set once a rebuild (0.2 us): comparing states to find blocks that do not draw costs more.
+    read once a block (0.8 us) and set once a rebuild (0.2 us): comparing states to find blocks that do not draw costs
+    more.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _cpu = torch.default_generator
 class Generators:
     """The default generators of the CPU and of every accelerator in use.
 
-    `read` returns an opaque state, `write` puts it back. With the CPU alone, the state is its 5056-byte tensor, and both are
-    the CPU generator's own methods.
+    `read` returns an opaque state, `write` puts it back. With the CPU alone, the state is its 5056-byte tensor, and
+    both are the CPU generator's own methods.
     """
 
     __slots__ = ("_devices", "read", "write")

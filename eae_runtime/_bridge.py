@@ -62,7 +62,8 @@ _strided = torch.strided
 
 
 def translate(error: RuntimeError) -> Exception:
-    """The exception of this package for an error of the core (``CODE|message``); any other error is returned as it is."""
+    """The exception of this package for an error of the core (``CODE|message``); any other error is returned as it
+    is."""
     code, bar, message = str(error).partition("|")
     cls = errors.BY_CODE.get(code) if bar else None
     return error if cls is None else cls(message)
@@ -79,8 +80,8 @@ def call(name: str, *args: Any) -> Any:
 
 
 def export(tensor: torch.Tensor) -> int:
-    """The address of a DLManagedTensor on the memory of `tensor`, which must not require grad. No bytes are copied unless
-    a negative or conjugate view has to be resolved, which DLPack would pass on with wrong values.
+    """The address of a DLManagedTensor on the memory of `tensor`, which must not require grad. No bytes are copied
+    unless a negative or conjugate view has to be resolved, which DLPack would pass on with wrong values.
 
     Raises TensorTypeError for a tensor that DLPack cannot describe, naming the cure.
     """
@@ -97,7 +98,8 @@ def _resolve(tensor: torch.Tensor) -> torch.Tensor:
         raise errors.TensorTypeError("a meta tensor has no bytes; move the model and its input to a real device first")
     if tensor.layout is not _strided:
         raise errors.TensorTypeError(
-            f"a tensor of layout {tensor.layout} cannot be a boundary or an adjoint; call .to_dense() at the end of the block"
+            f"a tensor of layout {tensor.layout} cannot be a boundary or an adjoint; call .to_dense() at the end "
+            "of the block"
         )
     return tensor.resolve_conj().resolve_neg()
 

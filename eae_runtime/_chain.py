@@ -1,4 +1,5 @@
-"""The chain that a runtime walks: its blocks, the parts that it reports to, and what follows from how the blocks are made."""
+"""The chain that a runtime walks: its blocks, the parts that it reports to, and what follows from how the blocks are
+made."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ class Chain:
         self._last_sharing: tuple[list[int], list[list[torch.Tensor]], SharedLeaves, list[torch.Tensor]] | None = None
 
     def set_elsewhere(self, readers: list[tuple[int, torch.Tensor]]) -> None:
-        """Tells of leaves that blocks on other ranks read too: pairs of a block and a leaf, with this rank's own blocks."""
+        """Tells of leaves that blocks on other ranks read too: pairs of a block and a leaf, with this rank's own
+        blocks."""
         if [(b, id(leaf)) for b, leaf in readers] != [(b, id(leaf)) for b, leaf in self._elsewhere]:
             self._elsewhere = readers
             self._last_sharing = None

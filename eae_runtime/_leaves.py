@@ -1,10 +1,11 @@
 """Which leaves a graph reads, and how the gradient of a leaf that several blocks read is added up.
 
 Note [Shared leaves add up as plain adds them]
-    Plain autograd sums all contributions of one backward to a leaf and then adds the sum to `.grad` once; hooks fire once. Here
-    each block has its own VJP. So a leaf that one block reads goes straight into `.grad`. For a leaf that several read, every VJP
-    but the last one leaves its sum so far in a running tensor instead (its hooks held back), and each VJP gets the running
-    sum as an extra root on the leaf: the terms then add up in plain's order and the last VJP delivers the total.
+    Plain autograd sums all contributions of one backward to a leaf and then adds the sum to `.grad` once; hooks fire
+    once. Here each block has its own VJP. So a leaf that one block reads goes straight into `.grad`. For a leaf that
+    several read, every VJP but the last one leaves its sum so far in a running tensor instead (its hooks held back),
+    and each VJP gets the running sum as an extra root on the leaf: the terms then add up in plain's order and the last
+    VJP delivers the total.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _run_backward = Variable._execution_engine.run_backward
 
 
 def graph_leaves(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that require grad below `roots`, each once, found from the AccumulateGrad nodes. A root that is itself such a
-    leaf counts."""
+    """The leaves that require grad below `roots`, each once, found from the AccumulateGrad nodes. A root that is itself
+    such a leaf counts."""
     found: dict[int, torch.Tensor] = {}
     stack: list[Any] = []
     for root in roots:
@@ -81,7 +82,8 @@ def capture(
     inputs: Sequence[torch.Tensor],
     retain: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """One VJP that returns the gradients of `inputs` (None for one that the graph does not reach) and leaves `.grad` alone."""
+    """One VJP that returns the gradients of `inputs` (None for one that the graph does not reach) and leaves `.grad`
+    alone."""
     return tuple(
         _run_backward(
             tuple(roots), tuple(grads), retain, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
@@ -91,7 +93,8 @@ def capture(
 
 @contextmanager
 def held_back(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Holds the hooks of `leaves` back. The engine reads the hooks from these dictionaries at call time, so emptying them is enough."""
+    """Holds the hooks of `leaves` back. The engine reads the hooks from these dictionaries at call time, so emptying
+    them is enough."""
     saved: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for leaf in leaves:
         for hooks in (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)):

@@ -1,5 +1,5 @@
-"""Which units of a chain read a leaf together, and the running sums of their gradients (see Note [Shared leaves add up as
-plain adds them])."""
+"""Which units of a chain read a leaf together, and the running sums of their gradients (see Note [Shared leaves add up
+as plain adds them])."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Gradients = dict[torch.Tensor, torch.Tensor]
 class SharedLeaves:
     """For each unit (a block, or the loss with number L), the leaves that other units read too.
 
-    `of(unit)` gives pairs of a leaf and whether this unit is the last one of its readers in the reverse pass, that is the
-    earliest in the chain.
+    `of(unit)` gives pairs of a leaf and whether this unit is the last one of its readers in the reverse pass, that is
+    the earliest in the chain.
     """
 
     def __init__(self, readers: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> None:
@@ -43,8 +43,8 @@ class SharedLeaves:
 class Collector:
     """Takes VJPs and brings the leaves' gradients home.
 
-    With `into` None they accumulate straight into `.grad`, as `loss.backward()` does it. Otherwise `.grad` is left alone and they
-    are added up in the dictionary `into`, keyed by the leaf.
+    With `into` None they accumulate straight into `.grad`, as `loss.backward()` does it. Otherwise `.grad` is left
+    alone and they are added up in the dictionary `into`, keyed by the leaf.
     """
 
     def __init__(self, into: Gradients | None) -> None:
@@ -60,8 +60,9 @@ class Collector:
         leaves: Sequence[torch.Tensor],
         shared: Sequence[tuple[torch.Tensor, bool]],
     ) -> list[torch.Tensor | None]:
-        """One VJP from `roots` with cotangents `grads`. Returns the gradients of `inputs`, None where there is no input or the
-        graph does not reach it. `leaves` are those of the graph, needed only when gradients are collected in a dictionary."""
+        """One VJP from `roots` with cotangents `grads`. Returns the gradients of `inputs`, None where there is no input
+        or the graph does not reach it. `leaves` are those of the graph, needed only when gradients are collected in a
+        dictionary."""
         for leaf, _ in shared:
             running = self.running.pop(id(leaf), None)
             if running is not None:

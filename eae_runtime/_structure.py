@@ -1,9 +1,9 @@
 """What a module is made of, and whether it still is.
 
 Note [A model may change between steps]
-    Users freeze parts, switch to eval, put adapters in, add hooks. Whatever was learnt about a block holds for the structure it
-    had then, so every forward asks whether it is the same. That question is put to whole lists at once, in C: asked attribute by
-    attribute it would cost a third of a small block's forward.
+    Users freeze parts, switch to eval, put adapters in, add hooks. Whatever was learnt about a block holds for the
+    structure it had then, so every forward asks whether it is the same. That question is put to whole lists at once, in
+    C: asked attribute by attribute it would cost a third of a small block's forward.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Structure:
-    """Everything about a module that can change what its forward does to leaves: submodules, training flags, numbers of hooks, parameters
-    and whether they require grad. Also its non-empty buffer dictionaries.
+    """Everything about a module that can change what its forward does to leaves: submodules, training flags, numbers of
+    hooks, parameters and whether they require grad. Also its non-empty buffer dictionaries.
 
     `signature` is equal for equal structures of one module, and hashable.
     """

@@ -1,9 +1,9 @@
 """A step is all or nothing: what is remembered before it and put back after a failure.
 
 Note [What a failed step leaves]
-    Parameters change only in the commit, so up to there it is enough to put back `.grad`, buffers, generators and the state of
-    passes. Ctrl-C is held back around the commit alone. An exception from inside the optimizer cannot be undone without
-    a copy of everything it owns: the error says so.
+    Parameters change only in the commit, so up to there it is enough to put back `.grad`, buffers, generators and the
+    state of passes. Ctrl-C is held back around the commit alone. An exception from inside the optimizer cannot be
+    undone without a copy of everything it owns: the error says so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["Gradients", "annotate", "deferred_interrupt"]
 class Gradients:
     """The `.grad` of leaves as they are now. `restore` puts them back.
 
-    owned: leaves whose `.grad` the step replaces by a new tensor; a reference is enough. A `.grad` that the step may add to in place
-    (`borrowed`) is copied.
+    owned: leaves whose `.grad` the step replaces by a new tensor; a reference is enough. A `.grad` that the step may
+    add to in place (`borrowed`) is copied.
     """
 
     def __init__(self, owned: Iterable[torch.Tensor]) -> None:
@@ -57,7 +57,8 @@ class Gradients:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Holds Ctrl-C back until the body has ended. Does nothing off the main thread, where Python delivers no signals."""
+    """Holds Ctrl-C back until the body has ended. Does nothing off the main thread, where Python delivers no
+    signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,8 +77,8 @@ def deferred_interrupt() -> Iterator[None]:
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Adds where it happened to an exception without changing its type. Python 3.10 has no notes: there the note becomes the cause, unless
-    there is one."""
+    """Adds where it happened to an exception without changing its type. Python 3.10 has no notes: there the note
+    becomes the cause, unless there is one."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     elif error.__cause__ is None:

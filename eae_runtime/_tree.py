@@ -1,4 +1,5 @@
-"""Boundaries as trees: a value that travels between blocks, taken apart into its distinct tensors and put together again."""
+"""Boundaries as trees: a value that travels between blocks, taken apart into its distinct tensors and put together
+again."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ __all__ = ["Shape", "flatten", "unflatten"]
 class Shape:
     """How to put a value together from its distinct tensors.
 
-    `spec` is None for a value that is one tensor. Otherwise `slots` has one entry a leaf of the tree: the number of a tensor,
-    or a `Const` for a plain object.
+    `spec` is None for a value that is one tensor. Otherwise `slots` has one entry a leaf of the tree: the number of a
+    tensor, or a `Const` for a plain object.
     """
 
     __slots__ = ("slots", "spec")
@@ -28,8 +29,13 @@ class Shape:
         """Whether two values have the same containers and the same tensors at the same places."""
         if self.spec is None or other.spec is None:
             return self.spec is other.spec
-        return bool(self.spec == other.spec) and len(self.slots) == len(other.slots) and all(
-            (isinstance(a, Const) and isinstance(b, Const)) or a == b for a, b in zip(self.slots, other.slots, strict=True)
+        return (
+            bool(self.spec == other.spec)
+            and len(self.slots) == len(other.slots)
+            and all(
+                (isinstance(a, Const) and isinstance(b, Const)) or a == b
+                for a, b in zip(self.slots, other.slots, strict=True)
+            )
         )
 
 
@@ -46,7 +52,8 @@ SINGLE = Shape(None, ())
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Shape]:
-    """The distinct tensors of a value in the order of the tree, and its shape. A tensor that stands at two places is one tensor."""
+    """The distinct tensors of a value in the order of the tree, and its shape. A tensor that stands at two places is
+    one tensor."""
     if isinstance(value, torch.Tensor):
         return [value], SINGLE
     leaves, spec = pytree.tree_flatten(value)

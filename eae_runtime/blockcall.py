@@ -3,18 +3,19 @@
 Note [A forward without graph is still the plain forward]
     Under `no_grad` some modules run other kernels (an LSTM in training, attention in eval give other bits) or branch on
     the grad mode. So the first time that a block sees a mode and shape it runs in grad mode with every saved tensor
-    dropped. The second time it runs both ways, and only if outputs, buffers and generators agree bit for bit does it run
-    under `no_grad` from then on.
+    dropped. The second time it runs both ways, and only if outputs, buffers and generators agree bit for bit does it
+    run under `no_grad` from then on.
 
 Note [A block may write its input]
-    In the first run a block gets a copy of its input (same strides, same alignment) and the version counter of the copy tells
-    whether it wrote. A block that writes gets a copy every time, so the boundary and everything that aliases it stay as they
-    were. A block that starts to write later is caught by the counter; it is then remembered and the step is repeated.
+    In the first run a block gets a copy of its input (same strides, same alignment) and the version counter of the copy
+    tells whether it wrote. A block that writes gets a copy every time, so the boundary and everything that aliases it
+    stay as they were. A block that starts to write later is caught by the counter; it is then remembered and the step
+    is repeated.
 
 Note [Buffers change once]
     A buffer that the forward wrote has a pre-image from before the block ran. The rebuild sees a copy of the pre-image
-    in the buffer's place and the real buffer comes back afterwards: swapping the object, not the values, leaves the version
-    that the rebuilt graph has saved untouched.
+    in the buffer's place and the real buffer comes back afterwards: swapping the object, not the values, leaves the
+    version that the rebuilt graph has saved untouched.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _strided = torch.strided
 _LEAF_WRITE = "leaf Variable that requires grad is being used in an in-place operation"
 
 
-class RestartStep(Exception):  # noqa: N818 - a signal between executor and runtime, never seen by users
+class RestartStep(Exception):
     """A block did something for the first time that its last run had not prepared for; it is remembered now. The step
     has to be undone and repeated."""
 
@@ -64,13 +65,14 @@ class Environment:
     """What surrounds the blocks of one forward sweep: the generators in use and the autocast state of the caller.
 
     Note [Blocks that do not draw]
-        A generator's state is 5 KB, and to copy it for every block costs a small block a tenth of its time. Where `sparse` is set, a
-        block that was twice seen to draw nothing is run without a snapshot, and its rebuild sets none. A run of such blocks has to leave the
-        generators as they were: that is checked before the next snapshot, and by `verify` at the end of a sweep's forward. If one of them
-        has drawn after all, all of them are remembered as drawing and the step is repeated.
+        A generator's state is 5 KB, and to copy it for every block costs a small block a tenth of its time. Where
+        `sparse` is set, a block that was twice seen to draw nothing is run without a snapshot, and its rebuild sets
+        none. A run of such blocks has to leave the generators as they were: that is checked before the next snapshot,
+        and by `verify` at the end of a sweep's forward. If one of them has drawn after all, all of them are remembered
+        as drawing and the step is repeated.
 
-    `reentered` says whether everything is still so right now, without autocast and with grad mode on: then a rebuild has nothing to
-    enter.
+    `reentered` says whether everything is still so right now, without autocast and with grad mode on: then a rebuild
+    has nothing to enter.
     """
 
     __slots__ = ("_quiet", "autocast", "generators", "known", "reentered", "sparse", "structure")
@@ -82,8 +84,8 @@ class Environment:
         autocast: Autocast | None = None,
         structure: Structure | None = None,
     ) -> None:
-        """autocast: a state seen before, used again if it is still so (equal states are then the same object). structure: that of all
-        blocks that are going to run, as it is now."""
+        """autocast: a state seen before, used again if it is still so (equal states are then the same object).
+        structure: that of all blocks that are going to run, as it is now."""
         self.generators = generators
         self.structure = structure
         now = Autocast(device_types)
@@ -167,7 +169,8 @@ class Facts:
         # Which outputs require grad, and whether any does.
         self.out_needs: tuple[bool, ...] = ()
         self.differentiable = False
-        # In a list that is replaced when they change: others keep what they have derived from it for as long as it is the same one.
+        # In a list that is replaced when they change: others keep what they have derived from it for as long as it is
+        # the same one.
         self.leaves: list[torch.Tensor] = []
 
 
@@ -176,7 +179,9 @@ class Record:
 
     __slots__ = ("autocast", "buffers", "facts", "in_shape", "needs", "out_meta", "out_shape", "random")
 
-    def __init__(self, facts: Facts, in_shape: _tree.Shape, needs: tuple[bool, ...], random: Any, autocast: Autocast) -> None:
+    def __init__(
+        self, facts: Facts, in_shape: _tree.Shape, needs: tuple[bool, ...], random: Any, autocast: Autocast
+    ) -> None:
         self.facts = facts
         self.in_shape = in_shape
         self.needs = needs
@@ -205,8 +210,8 @@ class Record:
 
 
 class Rebuilt:
-    """A block with its graph: `inputs` are the leaves at the input (None where no gradient is needed), `outputs` the distinct output
-    tensors, `grad_outputs` those of them that require grad, by number."""
+    """A block with its graph: `inputs` are the leaves at the input (None where no gradient is needed), `outputs` the
+    distinct output tensors, `grad_outputs` those of them that require grad, by number."""
 
     __slots__ = ("inputs", "outputs")
 
@@ -231,7 +236,7 @@ def _no_unpack(_: Any) -> torch.Tensor:
     raise _NeedsSaved
 
 
-class _NeedsSaved(Exception):  # noqa: N818 - a signal inside this file
+class _NeedsSaved(Exception):
     """The block differentiates inside its own forward, so its saved tensors cannot be dropped."""
 
 
@@ -240,8 +245,8 @@ def _drop(_: torch.Tensor) -> None:
 
 
 def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides and the same address modulo 64. A tensor that overlaps itself cannot be written in place
-    by torch and is returned as it is."""
+    """A copy with the same strides and the same address modulo 64. A tensor that overlaps itself cannot be written in
+    place by torch and is returned as it is."""
     shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
     if tensor.numel() == 0:
         return tensor.clone()
@@ -273,8 +278,8 @@ def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class BlockCall:
     """One block of a chain: `module` is called with one value. Shared by all steps; what it learns is in its facts.
 
-    compute_dtype: floating inputs are cast to it; a block whose parameters have another floating type runs under autocast
-    to it instead.
+    compute_dtype: floating inputs are cast to it; a block whose parameters have another floating type runs under
+    autocast to it instead.
     """
 
     def __init__(self, module: nn.Module, name: str, index: int, compute_dtype: torch.dtype | None = None) -> None:
@@ -309,7 +314,8 @@ class BlockCall:
             self._last = None
 
     def facts_for(self, tensors: Sequence[torch.Tensor], needs: tuple[bool, ...], autocast: Autocast) -> Facts:
-        """The facts for the structure of the last `refresh` and this class of inputs, new ones if this is the first time."""
+        """The facts for the structure of the last `refresh` and this class of inputs, new ones if this is the first
+        time."""
         inputs = tuple([(t.shape, t.dtype, t.stride()) for t in tensors])
         key = (self.structure.signature, needs, autocast if autocast.active else None, inputs)
         facts = self._facts.get(key)
@@ -333,9 +339,9 @@ class BlockCall:
     ) -> tuple[list[torch.Tensor], tuple[bool, ...], Record, Rebuilt | None]:
         """Runs the block on the boundary `tensors`, which stay as they are.
 
-        needs: for each tensor, whether a gradient has to come back to it. `undo` gets the record before the block runs, so that
-        a failed step can put buffers back. Returns the outputs (detached), which of them need a gradient, the record for the rebuild,
-        and the graph if `keep_graph`.
+        needs: for each tensor, whether a gradient has to come back to it. `undo` gets the record before the block runs,
+        so that a failed step can put buffers back. Returns the outputs (detached), which of them need a gradient, the
+        record for the rebuild, and the graph if `keep_graph`.
 
         Raises RestartStep when the block wrote to its input for the first time after runs in which it had not.
         """
@@ -399,17 +405,23 @@ class BlockCall:
             return [value], _tree.SINGLE
         tensors, shape = _tree.flatten(value)
         if not tensors:
-            raise TensorTypeError(f"{self.where()} returned no tensor but {type(value).__name__}; a block has to return its output")
+            raise TensorTypeError(
+                f"{self.where()} returned no tensor but {type(value).__name__}; a block has to return its output"
+            )
         for tensor in tensors:
             if tensor.layout is not torch.strided or tensor.is_meta:
                 kind = "a meta tensor" if tensor.is_meta else f"a tensor of layout {tensor.layout}"
                 raise TensorTypeError(
-                    f"{self.where()} returned {kind}, which cannot be a boundary; return a dense tensor on a real device "
+                    f"{self.where()} returned {kind}, which cannot be a boundary; return a "
+                    "dense tensor on a real device "
+                    ""
                     "(for a sparse one: .to_dense() at the end of the block)"
                 )
         return tensors, shape
 
-    def _gated(self, tensors: Sequence[torch.Tensor], needs: Sequence[bool], facts: Facts, learn: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    def _gated(
+        self, tensors: Sequence[torch.Tensor], needs: Sequence[bool], facts: Facts, learn: bool
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
         """Leaves for the inputs that need a gradient, and what the block is called with."""
         leaves: list[torch.Tensor | None] = []
         arguments: list[torch.Tensor] = []
@@ -565,8 +577,8 @@ class BlockCall:
     # -- buffers ---------------------------------------------------------------------------------------------------
 
     def _guard_buffers(self, record: Record) -> list[tuple[dict[str, Any], str, torch.Tensor, int]]:
-        """Keeps pre-images: of all buffers while it is not known which are written, then of those and of small ones. Returns
-        the versions now."""
+        """Keeps pre-images: of all buffers while it is not known which are written, then of those and of small ones.
+        Returns the versions now."""
         written = record.facts.written_buffers
         versions = []
         for home in self.structure.buffers:
@@ -579,21 +591,22 @@ class BlockCall:
         return versions
 
     def _note_written(self, record: Record, versions: list[tuple[dict[str, Any], str, torch.Tensor, int]]) -> None:
-        # Batch norm's kernel writes its running statistics without moving their version: where there is a pre-image, bits decide.
+        # Batch norm's kernel writes its running statistics without moving their version: where there is a pre-image,
+        # bits decide.
         before = {(id(home), name): value for home, name, _, value in record.buffers}
         changed = set()
         for home, name, buffer, version in versions:
             key = (id(home), name)
-            if home.get(name) is not buffer or buffer._version != version:
-                changed.add(key)
-            elif key in before and not same_bits(buffer, before[key]):
+            replaced = home.get(name) is not buffer or buffer._version != version
+            if replaced or (key in before and not same_bits(buffer, before[key])):
                 changed.add(key)
         kept = set(before)
         record.facts.written_buffers = changed | (record.facts.written_buffers or set())
         if not changed <= kept:
             names = ", ".join(sorted(name for _, name in changed - kept))
             raise RebuildMismatchError(
-                f"{self.where()} wrote its buffer {names} for the first time; its value from before the step was not kept and "
+                f"{self.where()} wrote its buffer {names} for the first time; its value from before the step was not "
+                "kept and "
                 "is lost. From now on it is kept: restore that buffer and run the step again"
             )
         record.buffers = [entry for entry in record.buffers if (id(entry[0]), entry[1]) in changed]
@@ -603,8 +616,8 @@ class BlockCall:
     def rebuild(
         self, record: Record, tensors: Sequence[torch.Tensor], env: Environment, action: tuple[int, str, int]
     ) -> Rebuilt:
-        """Runs the block again from its boundary under the state of `record`, with its graph. Leaves generators where the block left
-        them; the caller puts them back once after the sweep.
+        """Runs the block again from its boundary under the state of `record`, with its graph. Leaves generators where
+        the block left them; the caller puts them back once after the sweep.
 
         Raises RebuildMismatchError if the outputs have another structure, shape or type than in the forward.
         """
@@ -629,13 +642,15 @@ class BlockCall:
         ):
             raise RebuildMismatchError(
                 f"{self.where(action)}: the rebuilt output is {_describe(outputs)}, in the forward it was "
-                f"{_describe_meta(record.out_meta)}. The block's forward must depend on its input, parameters and buffers alone"
+                f"{_describe_meta(record.out_meta)}. The block's forward must depend on its input, parameters and "
+                "buffers alone"
             )
         needs = tuple([t.requires_grad for t in outputs])
         if needs != record.facts.out_needs:
             raise RebuildMismatchError(
                 f"{self.where(action)}: which outputs require grad has changed since the forward "
-                f"({record.facts.out_needs} then, {needs} now). Do not freeze or unfreeze parameters between forward and backward"
+                f"({record.facts.out_needs} then, {needs} now). Do not freeze or unfreeze parameters between forward "
+                "and backward"
             )
         return rebuilt
 
@@ -643,7 +658,9 @@ class BlockCall:
     def _as_at_forward(self, record: Record) -> Iterator[None]:
         structure = record.facts.structure
         changed = [
-            (m, m.training) for m, training in zip(structure.modules, structure.training, strict=True) if m.training is not training
+            (m, m.training)
+            for m, training in zip(structure.modules, structure.training, strict=True)
+            if m.training is not training
         ]
         for module, training in changed:
             module.training = not training

@@ -4,8 +4,9 @@ Note [Boundary keys]
     One integer names a boundary of a microbatch: `boundary + (microbatch << 20)`.
 
 Note [Boundaries that stay go over together]
-    On the device tier without a codec a boundary does not move, so nothing happens when the core takes it over. The executor's
-    boundaries of a whole forward therefore wait here, exported, and cross in one call before the next one that concerns the store.
+    On the device tier without a codec a boundary does not move, so nothing happens when the core takes it over. The
+    executor's boundaries of a whole forward therefore wait here, exported, and cross in one call before the next one
+    that concerns the store.
 
 Note [A wait can be interrupted]
     Inside a call into the core the interpreter sees no signal. So a wait for a tier is cut into calls of at most 100
@@ -57,7 +58,8 @@ class BoundaryStore:
     directory   folder of the disk tier; files in it are removed on close
     max_bytes   most bytes that the disk tier may hold
     is_async    tier traffic runs in the background
-    pool        handle of the core's pool that the buffers come from, which is closed after the store; 0 is one of its own
+    pool        handle of the core's pool that the buffers come from, which is closed after the store; 0 is one of its
+                own
     keep_buffers  whether buffers that come back are kept for the next boundary
     timeout     seconds that a wait for the tier may take (StoreTimeoutError)
 
@@ -125,9 +127,7 @@ class BoundaryStore:
         except RuntimeError as error:
             self._fail(error)
 
-    def get(
-        self, idx: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    def get(self, idx: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The boundary, on its own device and in its own dtype unless told otherwise; KeyError where there is none.
 
         On the device tier it may share the store's memory: read it, do not write it.

@@ -94,8 +94,9 @@ class RuntimeConfig:
     prefetch            blocks ahead at which the async scheduler starts a load
     timeout             seconds after which a wait for a tier or for another rank fails
     block_ranks         rank of each block for the distributed scheduler; None spreads them evenly
-    random_streams      whether each block draws from a stream of its own for each step and microbatch, so that draws do not depend on
-                        order or rank; None: with several ranks. A single process with True is what they are compared with
+    random_streams      whether each block draws from a stream of its own for each step and microbatch, so that draws do
+                        not depend on order or rank; None: with several ranks. A single process with True is what they
+                        are compared with
     trace               whether spans are kept for `runtime.trace(path)`
     """
 

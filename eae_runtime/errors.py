@@ -1,8 +1,8 @@
 """The exception tree.
 
 Every error that the runtime raises on its own account is an :class:`EAEError`. Each class also derives from the builtin
-that a caller would expect, so `except ValueError` and `except KeyError` keep working. The Go core names these classes in
-its error texts (``CODE|message``); :func:`eae_runtime._bridge.translate` looks the code up in :data:`BY_CODE`.
+that a caller would expect, so `except ValueError` and `except KeyError` keep working. The Go core names these classes
+in its error texts (``CODE|message``); :func:`eae_runtime._bridge.translate` looks the code up in :data:`BY_CODE`.
 """
 
 from __future__ import annotations

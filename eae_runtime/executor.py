@@ -1,6 +1,7 @@
 """The chain driver: walks a schedule action by action. The runtime owns the order; the order comes from the Go core.
 
-A :class:`Sweep` is one batch on its way through the chain: its boundaries, records, graphs and adjoints, a set a microbatch.
+A :class:`Sweep` is one batch on its way through the chain: its boundaries, records, graphs and adjoints, a set a
+microbatch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,8 @@ from ._leaves import accumulate, graph_leaves, reaches
 from ._sharing import Collector, SharedLeaves
 from .adjoint import AdjointState
 from .blockcall import BlockCall, Environment, Rebuilt, Record, RestartStep
-from .boundary_store import BoundaryStore
 from .errors import LossError, PassError, RebuildMismatchError
-from .events import EventBus, EventType
-from .pipeline import AdjointPipeline
-from .profiler import Profiler
-from .trace import Trace
+from .events import EventType
 
 __all__ = ["Chain", "Loss", "Program", "Sweep", "parse_action", "split_rows"]
 
@@ -60,7 +57,8 @@ class Program:
 
 @dataclass
 class Loss:
-    """A loss and how it is split: `fn(output)`, or `fn(output_rows, target_rows)` with the targets of each microbatch and its weight."""
+    """A loss and how it is split: `fn(output)`, or `fn(output_rows, target_rows)` with the targets of each microbatch
+    and its weight."""
 
     fn: Callable[..., Any]
     targets: list[Any] | None = None
@@ -68,8 +66,8 @@ class Loss:
 
 
 def split_rows(value: Any, parts: int) -> list[Any]:
-    """Cuts every tensor of a tree along its first dimension into `parts` of ceil(rows / parts) rows, the last one smaller. The parts are
-    views."""
+    """Cuts every tensor of a tree along its first dimension into `parts` of ceil(rows / parts) rows, the last one
+    smaller. The parts are views."""
     tensors, shape = _tree.flatten(value)
     rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
     chunk = -(-rows // parts) if parts else rows
@@ -137,7 +135,9 @@ class Sweep:
             self._given.append([t.shape for t in tensors])
             # An inference tensor has no version counter and cannot be saved by autograd; a copy can.
             tensors = [t.clone() if t.is_inference() else t for t in tensors]
-            needs = tuple([(t.requires_grad or need_input_grad) and (t.is_floating_point() or t.is_complex()) for t in tensors])
+            needs = tuple(
+                [(t.requires_grad or need_input_grad) and (t.is_floating_point() or t.is_complex()) for t in tensors]
+            )
             if any(t.requires_grad for t in tensors):
                 self._originals[m] = tensors
             self._now[m] = (tensors, shape, needs)
@@ -271,7 +271,9 @@ class Sweep:
             for tensor, version in guards:
                 if tensor._version != version:
                     raise RebuildMismatchError(
-                        f"{self.chain.calls[b].where((b, 'R', m))}: its input, boundary {b}, was modified in place after the forward. "
+                        f"{self.chain.calls[b].where((b, 'R', m))}: its input, boundary {b}, was "
+                        "modified in place after the "
+                        "forward. "
                         "Do not write to the model's input or to a block's output between forward and backward"
                     )
             return [tensor for tensor, _ in guards]
@@ -332,7 +334,9 @@ class Sweep:
     def _loss_on_leaves(self, b: int, m: int, weight: float) -> torch.Tensor:
         if m == ALL:
             parts = [self._now[k] for k in sorted(self._now)]
-            values = parts[0][0] if len(parts) == 1 else [torch.cat(ts) for ts in zip(*(p[0] for p in parts), strict=True)]
+            values = (
+                parts[0][0] if len(parts) == 1 else [torch.cat(ts) for ts in zip(*(p[0] for p in parts), strict=True)]
+            )
             _, shape, needs = parts[0]
         else:
             values, shape, needs = self._now[m]
@@ -374,7 +378,9 @@ class Sweep:
         if not isinstance(loss, torch.Tensor):
             raise LossError(f"the loss is {type(loss).__name__}, not a tensor; loss_fn has to return a scalar tensor")
         if loss.numel() != 1:
-            raise LossError(f"the loss has shape {list(loss.shape)}; loss_fn has to return a scalar (take its mean or sum)")
+            raise LossError(
+                f"the loss has shape {list(loss.shape)}; loss_fn has to return a scalar (take its mean or sum)"
+            )
         if not loss.requires_grad:
             needs = self._now[0 if m == ALL else m][2]
             if not any(needs):
@@ -397,7 +403,8 @@ class Sweep:
         return found
 
     def loss_alone(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of the whole output and its adjoint a_L, without the passes; for a reverse pass that is not walked here."""
+        """The loss of the whole output and its adjoint a_L, without the passes; for a reverse pass that is not walked
+        here."""
         loss = self._loss_on_leaves(b, 0, 1.0)
         adjoint = self._adjoints.pop(0)[0]
         assert adjoint is not None
@@ -449,9 +456,9 @@ class Sweep:
         self._graphs[b, m] = rebuilt
 
     def _check_leaves(self, b: int, m: int, record: Record, rebuilt: Rebuilt) -> None:
-        """Looks for leaves that the block did not read before. Shared parameters are known without this; a leaf that is not registered
-        anywhere, read only now and then, by several blocks, is found here: in every block in the first two steps, then one block a
-        step, since the walk costs as much as half a small block's forward."""
+        """Looks for leaves that the block did not read before. Shared parameters are known without this; a leaf that is
+        not registered anywhere, read only now and then, by several blocks, is found here: in every block in the first
+        two steps, then one block a step, since the walk costs as much as half a small block's forward."""
         call = self.chain.calls[b]
         new = call.learn_leaves(record, rebuilt)
         if new:
@@ -498,7 +505,9 @@ class Sweep:
             if adjoint is not None and output.requires_grad:
                 if adjoint.shape != output.shape:
                     raise PassError(
-                        f"{self.chain.calls[b].where((b, 'V', m))}: the adjoint has shape {list(adjoint.shape)}, the block's output "
+                        f"{self.chain.calls[b].where((b, 'V', m))}: the adjoint has shape "
+                        f"{list(adjoint.shape)}, the block's "
+                        "output "
                         f"{list(output.shape)}; a pass must not change the shape"
                     )
                 roots.append(output)
@@ -509,7 +518,11 @@ class Sweep:
         events, call = self.chain.events, self.chain.calls[b]
         if events.wants(EventType.BLOCK_RECONSTRUCTED):
             parts = [a for a in self._adjoints[m] if a is not None]
-            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(a.float()) for a in parts])).item() if parts else 0.0
+            norm = (
+                torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(a.float()) for a in parts])).item()
+                if parts
+                else 0.0
+            )
             events.emit(EventType.BLOCK_RECONSTRUCTED, block=call.name, layer_id=b + 1, grad_norm=norm)
         if events.wants(EventType.SCHEDULER_STEP):
             payload = dict(self.chain.step_payload)
@@ -537,7 +550,9 @@ class Sweep:
         for n in numbers:
             adjoint = adjoints[n]
             assert adjoint is not None
-            state = AdjointState(tensor=adjoint.detach(), layer_id=b, block=name, metadata=dict(self._metadata.get((m, n), {})))
+            state = AdjointState(
+                tensor=adjoint.detach(), layer_id=b, block=name, metadata=dict(self._metadata.get((m, n), {}))
+            )
             if b < length:
                 state.record(f"reconstruct:{name}")
             states.append(state)

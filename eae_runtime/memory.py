@@ -158,15 +158,11 @@ class MemoryManager:
         self._own = self.policy is not policy
         self.event_bus = event_bus or EventBus()
 
-    def request(
-        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Device = "cpu"
-    ) -> torch.Tensor:
+    def request(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: Device = "cpu") -> torch.Tensor:
         """A tensor with undefined contents."""
         tensor = self.policy.allocate(shape, dtype, device)
         if self.event_bus.wants(EventType.MEMORY_ALLOCATED):
-            self.event_bus.emit(
-                EventType.MEMORY_ALLOCATED, shape=tuple(shape), dtype=str(dtype), device=str(device)
-            )
+            self.event_bus.emit(EventType.MEMORY_ALLOCATED, shape=tuple(shape), dtype=str(dtype), device=str(device))
         return tensor
 
     def release(self, tensor: torch.Tensor | None) -> None:

@@ -151,9 +151,7 @@ class AdjointPipeline:
         if self.profiler is not None:
             self.profiler.record("pass:" + name, seconds)
         if self.event_bus.wants(EventType.PASS_APPLIED):
-            self.event_bus.emit(
-                EventType.PASS_APPLIED, pass_name=name, layer_id=layer_id, elapsed_seconds=seconds
-            )
+            self.event_bus.emit(EventType.PASS_APPLIED, pass_name=name, layer_id=layer_id, elapsed_seconds=seconds)
 
 
 def _is_core(item: AnyPass) -> TypeGuard[CorePass]:

@@ -25,9 +25,10 @@ Run = tuple[BlockCall, Record, torch.Size]
 class ReconstructionEngine:
     """Rebuilds a block from its boundary and takes the local VJP (paper, eq. 3-5).
 
-    A block that has run in the runtime's last forward is rebuilt under the state it ran in: generators, autocast, training flags,
-    buffers. Any other block is run as it is now, and its buffers are put back; so is one that is rebuilt from a part of its input,
-    unless it draws random numbers or writes buffers: what it did to the whole input cannot be repeated on a part (RebuildMismatchError).
+    A block that has run in the runtime's last forward is rebuilt under the state it ran in: generators, autocast,
+    training flags, buffers. Any other block is run as it is now, and its buffers are put back; so is one that is
+    rebuilt from a part of its input, unless it draws random numbers or writes buffers: what it did to the whole input
+    cannot be repeated on a part (RebuildMismatchError).
     """
 
     def __init__(self, event_bus: EventBus | None = None, compute_dtype: torch.dtype | None = None) -> None:
@@ -37,7 +38,8 @@ class ReconstructionEngine:
         self._runs: dict[int, dict[int, Run]] = {}
 
     def remember(self, runs: Sequence[Run]) -> None:
-        """Takes the runs of the last forward: each with the shape of its input. Of a module that stands in the chain twice, the adjoint's `layer_id` tells which run is meant."""
+        """Takes the runs of the last forward: each with the shape of its input. Of a module that stands in the chain
+        twice, the adjoint's `layer_id` tells which run is meant."""
         self._runs = {}
         for run in runs:
             self._runs.setdefault(id(run[0].module), {})[run[0].index] = run
@@ -59,7 +61,8 @@ class ReconstructionEngine:
         output = rebuilt.outputs[0]
         if adjoint.tensor.shape != output.shape:
             raise PassError(
-                f"block {block_name!r}: the adjoint has shape {list(adjoint.tensor.shape)}, the block's output {list(output.shape)}"
+                f"block {block_name!r}: the adjoint has shape {list(adjoint.tensor.shape)}, the block's output "
+                f"{list(output.shape)}"
             )
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         known = {id(t) for t in rebuilt.inputs}
@@ -74,7 +77,9 @@ class ReconstructionEngine:
         result.record(f"reconstruct:{block_name}")
         if self.event_bus.wants(EventType.BLOCK_RECONSTRUCTED):
             norm = torch.linalg.vector_norm(before.float()).item()
-            self.event_bus.emit(EventType.BLOCK_RECONSTRUCTED, block=block_name, layer_id=adjoint.layer_id, grad_norm=norm)
+            self.event_bus.emit(
+                EventType.BLOCK_RECONSTRUCTED, block=block_name, layer_id=adjoint.layer_id, grad_norm=norm
+            )
         return result, gradients
 
     def _run_of(self, block: nn.Module, x: torch.Tensor, name: str, index: int) -> tuple[BlockCall, Record]:
@@ -101,8 +106,12 @@ class ReconstructionEngine:
                 _, _, record, _ = call.forward([x.detach()], _tree.SINGLE, (floating,), env, False, undo)
                 if part and (record.buffers or not same_random(random, env.generators.read())):
                     raise RebuildMismatchError(
-                        f"{call.where()} was run on the whole batch and shall be rebuilt from a part of it, but it draws random numbers "
-                        "or writes buffers; rebuild it from the whole boundary, or use the pipeline scheduler, which runs the forward in "
+                        f"{call.where()} was run on the whole batch and shall be rebuilt from a "
+                        "part of it, but it draws "
+                        "random numbers "
+                        "or writes buffers; rebuild it from the whole boundary, or use the "
+                        "pipeline scheduler, which runs "
+                        "the forward in "
                         "parts too"
                     )
                 return record

@@ -24,7 +24,16 @@ from .blocks import BlockDecomposer
 from .boundary_store import BoundaryStore
 from .config import RuntimeConfig
 from .distributed import Ranks
-from .errors import ClosedError, ConfigError, EAEError, LossError, PlanError, RebuildMismatchError, TensorTypeError, UpdateError
+from .errors import (
+    ClosedError,
+    ConfigError,
+    EAEError,
+    LossError,
+    PlanError,
+    RebuildMismatchError,
+    TensorTypeError,
+    UpdateError,
+)
 from .events import EventBus, EventType
 from .executor import ALL, Loss, Program, Sweep, split_rows
 from .forward_executor import ForwardExecutor
@@ -53,8 +62,8 @@ class EAERuntime:
     optimizer: stepped by :meth:`train_step`; None leaves the gradients in `.grad`.
     config: see :class:`RuntimeConfig`.
 
-    A step is all or nothing: after an exception `.grad`, buffers, random generators and the state of passes are those from
-    before it. `close()` (or leaving a `with` block) gives back everything that the runtime holds.
+    A step is all or nothing: after an exception `.grad`, buffers, random generators and the state of passes are those
+    from before it. `close()` (or leaving a `with` block) gives back everything that the runtime holds.
     """
 
     def __init__(
@@ -76,7 +85,9 @@ class EAERuntime:
         self.blocks: list[nn.Module] = BlockDecomposer.decompose(model) if ranks is None else ranks.blocks
         modules = self.blocks if ranks is None else ranks.modules
         self.block_names: list[str] = (
-            [getattr(b, "eae_name", None) or f"{type(b).__name__}_{i}" for i, b in enumerate(self.blocks)] if ranks is None else ranks.names
+            [getattr(b, "eae_name", None) or f"{type(b).__name__}_{i}" for i, b in enumerate(self.blocks)]
+            if ranks is None
+            else ranks.names
         )
         self.event_bus = EventBus()
         attach_structured_logging(self.event_bus, level=config.log_level)
@@ -139,12 +150,14 @@ class EAERuntime:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Gives back boundaries, buffers, files and goroutines. Closing twice is fine; any other use afterwards raises ClosedError. Closing from
-        inside a step (a block, a pass, an event subscriber) raises EAEError."""
+        """Gives back boundaries, buffers, files and goroutines. Closing twice is fine; any other use afterwards raises
+        ClosedError. Closing from inside a step (a block, a pass, an event subscriber) raises EAEError."""
         if self._closed:
             return
         if any(other() is self for other in _in_step.values()):
-            raise EAEError("this EAERuntime is inside a step and cannot be closed now; close it when the step has returned")
+            raise EAEError(
+                "this EAERuntime is inside a step and cannot be closed now; close it when the step has returned"
+            )
         self._closed = True
         if _bridge.in_child:
             return  # what there is to give back is the parent's
@@ -177,8 +190,8 @@ class EAERuntime:
             if other is not None and other() is not None:
                 who = "this runtime is" if other() is self else "another EAERuntime is"
                 raise EAEError(
-                    f"block {name!r} is inside a step: {who} running it. Do not call a runtime from a block, a pass, an event "
-                    "subscriber or another thread, and run two runtimes on one model one after the other"
+                    f"block {name!r} is inside a step: {who} running it. Do not call a runtime from a block, a pass, "
+                    "an event subscriber or another thread, and run two runtimes on one model one after the other"
                 )
         ids = {id(b) for b in self.blocks}
         for key in ids:
@@ -192,8 +205,8 @@ class EAERuntime:
     # -- schedules -------------------------------------------------------------------------------------------------
 
     def schedule(self, microbatches: int = 1, *, split: bool = False, targets: bool = False) -> str:
-        """The list of actions as text: the forward list, a line break, the reverse list. `split` is that of forward() and backward(),
-        otherwise that of train_step()."""
+        """The list of actions as text: the forward list, a line break, the reverse list. `split` is that of forward()
+        and backward(), otherwise that of train_step()."""
         if self._ranks is not None:
             return self._ranks.text(self, microbatches, targets)
         return self._program(microbatches, split=split, targets=targets, input_grad=False).text
@@ -252,7 +265,9 @@ class EAERuntime:
         for t in tensors:
             if t.layout is not torch.strided or t.is_meta:
                 kind = "a meta tensor" if t.is_meta else f"a tensor of layout {t.layout}"
-                raise TensorTypeError(f"the input holds {kind}; give dense tensors on a real device (.to_dense() for a sparse one)")
+                raise TensorTypeError(
+                    f"the input holds {kind}; give dense tensors on a real device (.to_dense() for a sparse one)"
+                )
             if t.dim() and t.shape[0] == 0:
                 raise ConfigError("the batch is empty: an input tensor has no rows; skip empty batches")
         return tensors
@@ -269,7 +284,8 @@ class EAERuntime:
         rows = {t.shape[0] if t.dim() else None for t in tensors}
         if len(rows) != 1 or None in rows:
             raise PlanError(
-                f"{wanted} microbatches were asked for, but the input's tensors have first dimensions {sorted(map(str, rows))}; give tensors that "
+                f"{wanted} microbatches were asked for, but the input's tensors have first dimensions "
+                f"{sorted(map(str, rows))}; give tensors that "
                 "share the batch dimension"
             )
         count = int(next(iter(rows)) or 1)
@@ -312,7 +328,10 @@ class EAERuntime:
 
     def _forward(self, x: Any) -> Any:
         if self._ranks is not None:
-            raise PlanError("with blocks on several ranks a step runs as a whole: call train_step() instead of forward(), backward() or compute_gradients()")
+            raise PlanError(
+                "with blocks on several ranks a step runs as a whole: call train_step() instead of forward(), "
+                "backward() or compute_gradients()"
+            )
         tensors = self._check_input(x)
         parts = self._parts(tensors)
         events = self.event_bus
@@ -345,8 +364,8 @@ class EAERuntime:
     def backward(self, output: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
         """The loss of `output` and the gradients of every leaf, for the last :meth:`forward`. `.grad` stays as it is.
 
-        Returns (loss, {leaf: gradient}), after `grad_clip_norm`. Raises LossError (a RuntimeError) when the loss is no scalar or does not depend on
-        the output, RebuildMismatchError when parameters have changed since the forward.
+        Returns (loss, {leaf: gradient}), after `grad_clip_norm`. Raises LossError (a RuntimeError) when the loss is no
+        scalar or does not depend on the output, RebuildMismatchError when parameters have changed since the forward.
         """
         with self._exclusive():
             return self._backward(output, loss_fn)
@@ -359,7 +378,8 @@ class EAERuntime:
         for parameter, version in self._sweep_versions:
             if parameter._version != version:
                 raise RebuildMismatchError(
-                    f"parameter {self._name_of(parameter)} was changed between forward() and backward(); run forward() again"
+                    f"parameter {self._name_of(parameter)} was changed between forward() and backward(); run forward() "
+                    "again"
                 )
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         states = self.pipeline.state() if self.pipeline.stateful else None
@@ -416,7 +436,10 @@ class EAERuntime:
         finally:
             self.reconstruction_engine.remember([])
         if not isinstance(found, dict):
-            raise EAEError(f"{type(self.scheduler).__name__}.run returned {type(found).__name__}; it has to return {{parameter: gradient}}")
+            raise EAEError(
+                f"{type(self.scheduler).__name__}.run returned {type(found).__name__}; it has to return "
+                f"{{parameter: gradient}}"
+            )
         for leaf, grad in found.items():
             gradients[leaf] = grad if leaf not in gradients else gradients[leaf] + grad
         return loss
@@ -426,7 +449,9 @@ class EAERuntime:
         self._check_open()
         for leaf, grad in param_grads.items():
             if grad.shape != leaf.shape:
-                raise TensorTypeError(f"the gradient of {self._name_of(leaf)} has shape {list(grad.shape)}, not {list(leaf.shape)}")
+                raise TensorTypeError(
+                    f"the gradient of {self._name_of(leaf)} has shape {list(grad.shape)}, not {list(leaf.shape)}"
+                )
         with torch.no_grad():
             for leaf, grad in param_grads.items():
                 leaf.grad = grad.clone() if leaf.grad is None else leaf.grad + grad
@@ -475,10 +500,12 @@ class EAERuntime:
         """One training step: zero, forward, loss, reverse, clip, optimizer step, zero. Returns the loss.
 
         targets: a tree whose tensors share the batch dimension with the input. The loss is then called as
-        `loss_fn(output_rows, target_rows)` for each microbatch. loss_reduction: "mean" weights the microbatches by their rows, or by
-        `loss_weight(target_rows)` where given (ignored positions, padding; one of weight 0 is left out); "sum" adds them.
+        `loss_fn(output_rows, target_rows)` for each microbatch. loss_reduction: "mean" weights the microbatches by
+        their rows, or by `loss_weight(target_rows)` where given (ignored positions, padding; one of weight 0 is left
+        out); "sum" adds them.
 
-        Gradients accumulate straight into `.grad`, as `loss.backward()` does it; hooks fire as often. All or nothing: see the class.
+        Gradients accumulate straight into `.grad`, as `loss.backward()` does it; hooks fire as often. All or nothing:
+        see the class.
         """
         if self._ranks is None:
             self._check_loss(loss_fn)
@@ -512,7 +539,9 @@ class EAERuntime:
             found = {t.shape[0] if t.dim() else "none" for t in _tree.flatten(targets)[0]}
             if found != {rows}:
                 raise ConfigError(
-                    f"the tensors of targets= have {', '.join(map(str, sorted(found, key=str))) or 'none'} rows and the input {rows}; both have to have "
+                    "the tensors of targets= have "
+                    f"{', '.join(map(str, sorted(found, key=str))) or 'none'} rows and the "
+                    f"input {rows}; both have to have "
                     "the same number of rows to be cut into microbatches"
                 )
         pieces = [targets] if parts == 1 else split_rows(targets, parts)
@@ -576,7 +605,8 @@ class EAERuntime:
                     self.optimizer.step()
                 except Exception as error:
                     raise UpdateError(
-                        f"{type(self.optimizer).__name__}.step() failed: {error}. Parameters and optimizer may be half updated; load a checkpoint"
+                        f"{type(self.optimizer).__name__}.step() failed: {error}. Parameters and optimizer may be half "
+                        "updated; load a checkpoint"
                     ) from error
                 self.optimizer.zero_grad(set_to_none=True)
             self.steps += 1
@@ -606,42 +636,46 @@ class EAERuntime:
 
     @property
     def last_grad_stats(self) -> dict[str, float]:
-        """{num_params_with_grad, total_grad_norm} of the last train_step, computed when read. The gradients are held for that until the next
-        call of the runtime."""
+        """{num_params_with_grad, total_grad_norm} of the last train_step, computed when read. The gradients are held
+        for that until the next call of the runtime."""
         if not self._stats and self.last_loss is not None:
             grads = self._last_grads
             norm = 0.0
             if grads:
-                norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in grads])).item()
+                norm = torch.linalg.vector_norm(
+                    torch.stack([torch.linalg.vector_norm(g.float()) for g in grads])
+                ).item()
             self._stats = {"num_params_with_grad": len(grads), "total_grad_norm": norm}
             self._last_grads = []
         return dict(self._stats)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes what has happened so far as Chrome trace JSON, which opens in Perfetto. Needs RuntimeConfig(trace=True)."""
+        """Writes what has happened so far as Chrome trace JSON, which opens in Perfetto. Needs
+        RuntimeConfig(trace=True)."""
         self._check_open()
         if self._trace is None:
             raise ConfigError("nothing was traced; make the runtime with RuntimeConfig(trace=True)")
         self._trace.write(path)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The blocks' parameters, in order; one that several blocks share comes once a block, as in 0.1.1. Those of this rank's blocks where
-        blocks are spread over several."""
+        """The blocks' parameters, in order; one that several blocks share comes once a block, as in 0.1.1. Those of
+        this rank's blocks where blocks are spread over several."""
         for call in self._chain.calls:
             yield from call.module.parameters()
 
     # -- several ranks ---------------------------------------------------------------------------------------------
 
     def release_foreign(self) -> int:
-        """Frees the blocks that other ranks run: their parameters and buffers become meta tensors (the modules stay), their entries leave the
-        optimizer. A parameter that a block of this rank shares stays. Returns the bytes let go; they are free when nobody else
-        holds the tensors (a list of parameters, a state dict). With one process it does nothing."""
+        """Frees the blocks that other ranks run: their parameters and buffers become meta tensors (the modules stay),
+        their entries leave the optimizer. A parameter that a block of this rank shares stays. Returns the bytes let go;
+        they are free when nobody else holds the tensors (a list of parameters, a state dict). With one process it does
+        nothing."""
         self._check_open()
         return 0 if self._ranks is None else self._ranks.release(self.optimizer)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank, for decisions of your own that all ranks have to take alike (skip a step after an Inf). Every
-        rank has to call it."""
+        """Whether `flag` is true on any rank, for decisions of your own that all ranks have to take alike (skip a step
+        after an Inf). Every rank has to call it."""
         self._check_open()
         return bool(flag) if self._ranks is None else self._ranks.any(flag)
 
@@ -661,14 +695,17 @@ class EAERuntime:
     @staticmethod
     def _check_loss(loss_fn: Any) -> None:
         if not callable(loss_fn):
-            raise TensorTypeError(f"loss_fn is {type(loss_fn).__name__}; it has to be callable: loss_fn(output) -> scalar tensor")
+            raise TensorTypeError(
+                f"loss_fn is {type(loss_fn).__name__}; it has to be callable: loss_fn(output) -> scalar tensor"
+            )
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this EAERuntime is closed; make a new one")
 
     def _clipped(self, gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """The gradients scaled so that their global norm is at most `grad_clip_norm`, as torch.nn.utils.clip_grad_norm_ does it."""
+        """The gradients scaled so that their global norm is at most `grad_clip_norm`, as torch.nn.utils.clip_grad_norm_
+        does it."""
         limit = self.config.grad_clip_norm
         assert limit is not None
         if not gradients:
@@ -684,4 +721,8 @@ class EAERuntime:
         kind, b, m = sweep.where
         action = f"{b}{kind}{'*' if m == ALL else m}"
         name = self.block_names[b] if b < len(self.blocks) else "the loss"
-        annotate(error, f"in action {action} (block {b}, {name}); the step was undone: .grad, buffers and generators are as before it")
+        annotate(
+            error,
+            f"in action {action} (block {b}, {name}); the step was undone: .grad, buffers and generators are as before "
+            "it",
+        )

@@ -30,7 +30,8 @@ class Trace:
         return self._handle
 
     def add(self, lane: str, name: str, start: int, end: int, store: BoundaryStore | None = None) -> None:
-        """One span, in nanoseconds of `time.time_ns()`. With a store, also its bytes at the end as a value of the counter track."""
+        """One span, in nanoseconds of `time.time_ns()`. With a store, also its bytes at the end as a value of the
+        counter track."""
         self._lines.append(f"{lane}\t{name}\t{start}\t{end}")
         if store is not None:
             self._lines.append(f"bytes\t{end}\t{store.memory_bytes()}")

@@ -42,9 +42,7 @@ class GaussianNoisePass(CorePass):
     core_name: ClassVar[str] = "gaussian_noise"
     stateful = True
 
-    def __init__(
-        self, std: float = 0.0, generator: torch.Generator | None = None, seed: int | None = None
-    ) -> None:
+    def __init__(self, std: float = 0.0, generator: torch.Generator | None = None, seed: int | None = None) -> None:
         if generator is not None and seed is not None:
             raise ConfigError("GaussianNoisePass takes a generator or a seed, not both")
         if seed is None:

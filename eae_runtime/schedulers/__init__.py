@@ -31,8 +31,9 @@ _BY_NAME: dict[str, tuple[Callable[..., BaseScheduler], tuple[str, ...]]] = {
 
 
 def build_scheduler(spec: str | BaseScheduler | type[BaseScheduler], **kwargs: Any) -> BaseScheduler:
-    """A scheduler from its name ("sequential", "async", "pipeline", "distributed") and the options it takes; others are ignored. An
-    instance is returned as it is, a class is called. Raises ConfigError (a ValueError) on an unknown name."""
+    """A scheduler from its name ("sequential", "async", "pipeline", "distributed") and the options it takes; others are
+    ignored. An instance is returned as it is, a class is called. Raises ConfigError (a ValueError) on an unknown
+    name."""
     if isinstance(spec, BaseScheduler):
         return spec
     if isinstance(spec, type) and issubclass(spec, BaseScheduler):

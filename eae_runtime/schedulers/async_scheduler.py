@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import ConfigError
 from .generated import GeneratedScheduler
@@ -11,14 +11,15 @@ __all__ = ["AsyncScheduler"]
 
 
 class AsyncScheduler(GeneratedScheduler):
-    """The sequential order, with boundaries stored and loaded by goroutines while blocks compute. Same bits as sequential.
+    """The sequential order, with boundaries stored and loaded by goroutines while blocks compute. Same bits as
+    sequential.
 
     max_workers: how many boundaries may be on their way to or from the tier at once.
     """
 
     name = "AsyncScheduler"
     generator = "async"
-    step_payload: dict[str, Any] = {"async_prefetch": True}
+    step_payload: ClassVar[dict[str, Any]] = {"async_prefetch": True}
 
     def __init__(self, max_workers: int = 2) -> None:
         if not isinstance(max_workers, int) or max_workers < 1:

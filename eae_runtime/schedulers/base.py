@@ -58,15 +58,16 @@ class BaseScheduler:
 
     @staticmethod
     def _reconstruct_one(context: ReverseContext, i: int, adjoint: AdjointState) -> tuple[AdjointState, Gradients]:
-        """Rebuilds block i, takes its VJP with the adjoint at boundary i + 1, and sends the result through the passes. Returns
-        the adjoint at boundary i and the block's gradients."""
+        """Rebuilds block i, takes its VJP with the adjoint at boundary i + 1, and sends the result through the passes.
+        Returns the adjoint at boundary i and the block's gradients."""
         return reverse_block(context, i, adjoint, context.boundary_store.get(i), {})
 
 
 def reverse_block(
     context: ReverseContext, i: int, adjoint: AdjointState, x: torch.Tensor, payload: dict[str, Any]
 ) -> tuple[AdjointState, Gradients]:
-    """R, V and P of block i from its boundary `x`; `payload` goes to the passes' context and to the SchedulerStep event."""
+    """R, V and P of block i from its boundary `x`; `payload` goes to the passes' context and to the SchedulerStep
+    event."""
     name = context.block_names[i]
     with context.profiler.track(f"reconstruct:{name}"):
         before, gradients = context.reconstruction_engine.reconstruct(context.blocks[i], x, adjoint, block_name=name)

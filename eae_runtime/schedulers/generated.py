@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 from .. import _bridge
 from .base import BaseScheduler, Gradients, ReverseContext, reverse_block
@@ -14,21 +14,22 @@ __all__ = ["GeneratedScheduler"]
 class GeneratedScheduler(BaseScheduler):
     """A scheduler that names a generator of the Go core.
 
-    generator: its name. num_microbatches: parts of the batch. step_payload: what SchedulerStep events carry beside the block.
+    generator: its name. num_microbatches: parts of the batch. step_payload: what SchedulerStep events carry beside the
+    block.
     """
 
     generator: str = ""
     num_microbatches: int = 1
-    step_payload: dict[str, Any] = {}
+    step_payload: ClassVar[dict[str, Any]] = {}
 
     def schedule(self, spec: dict[str, Any]) -> str:
-        """The validated schedule for a chain, as text: the forward list, a line break, the reverse list. The fields of `spec` are those of
-        the Go package `sched`. Raises ConfigError, PlanError or ScheduleError."""
+        """The validated schedule for a chain, as text: the forward list, a line break, the reverse list. The fields of
+        `spec` are those of the Go package `sched`. Raises ConfigError, PlanError or ScheduleError."""
         return str(_bridge.call("SchedGenerate", self.generator, json.dumps(spec)))
 
     def run(self, context: ReverseContext) -> Gradients:
-        """Walks the generator's reverse list over a context that somebody else filled. (The runtime itself does not come here: it
-        walks the list with boundaries dropped at their last use.)"""
+        """Walks the generator's reverse list over a context that somebody else filled. (The runtime itself does not
+        come here: it walks the list with boundaries dropped at their last use.)"""
         rows = context.initial_adjoint.tensor.shape[0] if context.initial_adjoint.tensor.dim() else 1
         chunk = -(-rows // max(1, min(self.num_microbatches, rows)))
         parts = max(1, -(-rows // chunk))

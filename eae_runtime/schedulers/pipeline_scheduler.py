@@ -9,8 +9,9 @@ __all__ = ["PipelineScheduler"]
 
 
 class PipelineScheduler(GeneratedScheduler):
-    """Runs the batch in microbatches. With `targets=` in `train_step` each goes forward and back before the next one starts, so the activation
-    peak falls with their number; without, every forward runs, then one loss, then the reverse pass a microbatch at a time.
+    """Runs the batch in microbatches. With `targets=` in `train_step` each goes forward and back before the next one
+    starts, so the activation peak falls with their number; without, every forward runs, then one loss, then the reverse
+    pass a microbatch at a time.
 
     num_microbatches: parts of ceil(rows / parts) rows; more parts than rows are clamped.
     """

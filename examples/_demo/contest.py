@@ -84,8 +84,8 @@ class Contestant:
     def actions(self, counter: alloc_count.Counter, others: int) -> list[ActionBytes]:
         """The bytes of one step, after a first that creates the optimizer's state.
 
-        `others` are the bytes that the process held before this contestant was made. What it keeps between steps besides
-        parameters and optimizer state counts: it is there during the step.
+        `others` are the bytes that the process held before this contestant was made. What it keeps between steps
+        besides parameters and optimizer state counts: it is there during the step.
         """
         self.timed()
         resting = others + alloc_count.resting_bytes(self.model.parameters(), self.optimizer)
