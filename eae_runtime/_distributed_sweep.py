@@ -140,8 +140,7 @@ class DistributedSweep(StreamedSweep):
     def _send_adjoint(self, b: int, m: int) -> None:
         adjoints = self._adjoints.pop(m)
         metadata = {n: self._metadata[m, n] for n in range(len(adjoints)) if self._metadata.get((m, n))}
-        output = self._now[m][0][0]
-        rows = output.shape[0] if output.dim() else -1
+        rows = self._rows[m]
         self._stand_in(m, rows)
         weights = self._loss_fn.weights if self._loss_fn is not None else None
         self._exchange(Packet(adjoints, metadata, rows, weights[m] if weights is not None else float(self.parts == 1)))
@@ -165,8 +164,9 @@ class DistributedSweep(StreamedSweep):
                     self.collector.running[id(leaf)] = total
 
     def _stand_in(self, m: int, rows: int) -> None:
-        """Puts a tensor without memory in the output's place."""
-        self._now[m] = ([torch.empty((rows,) if rows >= 0 else (), device="meta")], _tree.SINGLE, (False,))
+        """What is left of a microbatch whose output is elsewhere."""
+        self._rows[m] = rows
+        self._now[m] = ([], _tree.SINGLE, (False,))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -108,12 +108,13 @@ class Environment:
             self._check(state)
         return state
 
-    def after(self, facts: Facts, before: Any) -> None:
-        """Learns whether the block drew, from the state before it."""
+    def after(self, facts: Facts, before: Any) -> Any:
+        """Learns whether the block drew, from the state before it; gives what the rebuild needs of that."""
         self.known = self.generators.read()
         if not facts.draws:
             facts.watched += 1
             facts.draws = not same_random(before, self.known)
+        return before if facts.draws or not self.sparse else None
 
     def verify(self) -> None:
         """See Note [Blocks that do not draw]. Raises RestartStep."""
@@ -378,7 +379,7 @@ class BlockCall:
         if versions is not None:
             self._note_written(record, versions)
         if record.random is not None:
-            env.after(facts, record.random)
+            record.random = env.after(facts, record.random)
         if not keep_graph:
             facts.seen += 1
         record.out_meta = [(t.shape, t.dtype) for t in outputs]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.autograd.profiler import record_function
 
 from . import _tree
@@ -24,6 +25,9 @@ from .errors import LossError, PassError, RebuildMismatchError
 from .events import EventType
 
 __all__ = ["Chain", "Loss", "Program", "Sweep", "parse_action", "split_rows"]
+
+# Bytes from which an output is let go before its VJP.
+_LARGE = 1 << 20
 
 Action = tuple[str, int, int]
 
@@ -105,6 +109,8 @@ class Sweep:
         self._env.sparse = True
         self._random = chain.generators.read()
         self._now: dict[int, tuple[list[torch.Tensor], _tree.Shape, tuple[bool, ...]]] = {}
+        # Of each microbatch's output, once its loss has been taken.
+        self._rows: dict[int, int] = {}
         self._originals: dict[int, list[torch.Tensor]] = {}
         self._guards: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._graphs: dict[tuple[int, int], Rebuilt] = {}
@@ -310,9 +316,13 @@ class Sweep:
         self._env.known = None
         graph = self._graphs.get((b - 1, m)) if m != ALL else None
         weight = 1.0 if m == ALL or loss_fn.weights is None else loss_fn.weights[m]
+        for k in self._now if m == ALL else (m,):
+            output = self._now[k][0][0]
+            self._rows[k] = output.shape[0] if output.dim() else 0
         if weight == 0.0:
             # A part that does not count; its own mean may be 0/0.
             self._adjoints[m] = [None] * len(self._now[m][2])
+            self._let_go(m)
             return
         if graph is not None and not len(self.chain.pipeline) and not self._wants_adjoint():
             # The last block has its graph and nobody looks at a_L: one VJP goes through loss and block.
@@ -321,11 +331,21 @@ class Sweep:
             leaves = graph_leaves([loss])
             if not reaches(loss, graph.outputs):
                 raise self._no_gradient()
+            # From here on the loss's graph alone decides how long the output lives.
+            graph.outputs = []
             inputs = {id(t) for t in graph.inputs}
             self._roots[m] = ([loss], [torch.full_like(loss, weight)], [t for t in leaves if id(t) not in inputs])
         else:
             loss = self._loss_on_leaves(b, m, weight)
+        self._let_go(m)
         self._losses.append((loss.detach(), weight))
+
+    def _let_go(self, m: int) -> None:
+        """Forgets the output of a microbatch, or of all: for a language model it is larger than all boundaries."""
+        if not self._keep_output:
+            for k in list(self._now) if m == ALL else (m,):
+                _, shape, needs = self._now[k]
+                self._now[k] = ([], shape, needs)
 
     def _wants_adjoint(self) -> bool:
         events = self.chain.events
@@ -361,7 +381,7 @@ class Sweep:
         if m == ALL and len(self._now) > 1:
             start = 0
             for k in sorted(self._now):
-                rows = self._now[k][0][0].shape[0]
+                rows = self._rows[k]
                 self._adjoints[k] = [None if a is None else a[start : start + rows] for a in adjoints]
                 start += rows
         else:
@@ -498,9 +518,10 @@ class Sweep:
         if chain.events.active:
             self._report(b, m)
 
-    def _cotangents(self, b: int, m: int, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _cotangents(self, b: int, m: int, outputs: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
         """The outputs of block b that an adjoint has come to, and their adjoints, which are given away."""
-        roots, grads = [], []
+        roots: list[Any] = []
+        grads = []
         for output, adjoint in zip(outputs, self._adjoints.pop(m), strict=True):
             if adjoint is not None and output.requires_grad:
                 if adjoint.shape != output.shape:
@@ -510,7 +531,9 @@ class Sweep:
                         "output "
                         f"{list(output.shape)}; a pass must not change the shape"
                     )
-                roots.append(output)
+                # A large output need not live through its own VJP.
+                node = output.grad_fn if output.nbytes >= _LARGE else None
+                roots.append(output if node is None else GradientEdge(node, output.output_nr))
                 grads.append(adjoint)
         return roots, grads
 
@@ -536,13 +559,13 @@ class Sweep:
             return
         length = len(self.chain.calls)
         name = "output" if b == length else self.chain.calls[b].name
-        output, loss_fn = self._now[m][0][0], self._loss_fn
+        loss_fn = self._loss_fn
         weights = loss_fn.weights if loss_fn is not None else None
         context = {
             "block_index": b,
             "block_name": name,
             "microbatch": m,
-            "rows": output.shape[0] if output.dim() else 0,
+            "rows": self._rows.get(m, 0),
             "weight": weights[m] if weights is not None else float(self.parts == 1),
         }
         states = []
