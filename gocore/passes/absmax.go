@@ -34,8 +34,10 @@ func absMax(ctx *Context, g *Grad, i int) (float32, error) {
 
 // absMaxBits compares the bits, which order magnitudes as integers do and put NaN above Inf above all others.
 func absMaxBits(v []float32) uint32 {
+	a, done := wideAbsMax(v)
+	v = v[done:]
 	bits := unsafe.Slice((*uint32)(unsafe.Pointer(unsafe.SliceData(v))), len(v))
-	var a, b, c, d uint32
+	var b, c, d uint32
 	for len(bits) >= 4 {
 		a = max(a, bits[0]&absBits)
 		b = max(b, bits[1]&absBits)

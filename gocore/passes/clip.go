@@ -112,7 +112,9 @@ func squares(ctx *Context, t *tensor.Tensor) (float64, error) {
 
 // squaresOf adds in four lanes, so that an addition need not wait for the one before it.
 func squaresOf(v []float32) float64 {
-	var a, b, c, d float64
+	var lanes [4]float64
+	v = v[wideSquares(&lanes, v):]
+	a, b, c, d := lanes[0], lanes[1], lanes[2], lanes[3]
 	for len(v) >= 4 {
 		w, x, y, z := float64(v[0]), float64(v[1]), float64(v[2]), float64(v[3])
 		a += w * w
@@ -131,7 +133,8 @@ func squaresOf(v []float32) float64 {
 func scaleKernel(single float32, double float64) Kernel {
 	return Kernel{
 		F32: func(dst, src []float32, _ int64) {
-			dst = dst[:len(src)]
+			done := wideScale(dst, src, single)
+			dst, src = dst[done:len(src)], src[done:]
 			for len(src) >= 4 && len(dst) >= 4 {
 				dst[0], dst[1], dst[2], dst[3] = src[0]*single, src[1]*single, src[2]*single, src[3]*single
 				src, dst = src[4:], dst[4:]

@@ -85,7 +85,8 @@ func int8Kernel(scale float32) func(dst, src []float32, _ int64) {
 		return table[math.Float32bits(q)&0xff|math.Float32bits(x)>>23&0x100]
 	}
 	return func(dst, src []float32, _ int64) {
-		dst = dst[:len(src)]
+		done := wideInt8(dst, src, scale)
+		dst, src = dst[done:len(src)], src[done:]
 		whole := len(src) &^ 7
 		for i := 0; i < whole; i += 8 {
 			in, out := (*[8]float32)(src[i:]), (*[8]float32)(dst[i:])
