@@ -15,10 +15,10 @@ from ._chain import Chain
 from ._hops import Hop, links, totals
 from ._p2p import Failure, Messenger, Packet, PeerFailed
 from ._placement import SharedLeaf
+from ._program import ALL
 from ._streams import StreamedSweep
 from .errors import DistributedError
 from .events import EventType
-from .executor import ALL
 
 if TYPE_CHECKING:
     from .runtime import EAERuntime

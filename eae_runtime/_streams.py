@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._chain import Chain
-from .executor import Action, Sweep
+from ._program import Action
+from .executor import Sweep
 
 __all__ = ["StreamedSweep", "stream_seed"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Gradients", "annotate", "deferred_interrupt"]
+__all__ = ["Gradients", "annotate", "clipped", "deferred_interrupt"]
 
 
 class Gradients:
@@ -83,3 +83,12 @@ def annotate(error: BaseException, note: str) -> None:
         error.add_note(note)
     elif error.__cause__ is None:
         error.__cause__ = RuntimeError(note)
+
+
+def clipped(gradients: dict[torch.Tensor, torch.Tensor], limit: float) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients scaled so that their global norm is at most `limit`, as torch.nn.utils.clip_grad_norm_ does it."""
+    if not gradients:
+        return gradients
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    return {leaf: grad * scale.to(grad.device) for leaf, grad in gradients.items()}

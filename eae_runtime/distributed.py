@@ -19,14 +19,15 @@ from torch import nn
 from . import _tree
 from ._distributed_sweep import DistributedSweep, Shared
 from ._hops import Hop, hops_of, proofs
+from ._losses import Loss, check_loss, split_losses, split_rows
 from ._p2p import Failure, Messenger, PeerFailed, channels
 from ._placement import Foreign, SharedLeaf, free, groups_of, local_ties, place
+from ._program import Program, parse_action
+from ._records import RestartStep
 from ._sharing import Collector
 from ._transaction import Gradients
-from .blockcall import RestartStep
 from .errors import ConfigError, DistributedError, PlanError
 from .events import EventType
-from .executor import Loss, Program, parse_action, split_rows
 from .schedulers import BaseScheduler, DistributedScheduler
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ class Ranks:
         last = self.rank == self.placed[-1]
 
         def offer() -> dict[str, Any]:
-            runtime._check_loss(loss_fn)
+            check_loss(loss_fn)
             chain.refresh()
             mine: dict[str, Any] = {
                 "steps": runtime.steps,
@@ -307,7 +308,7 @@ class Ranks:
                 before.clear_owned()
                 sweep.before_vjp = lambda leaves: self._unregistered(leaves, before)
                 if last:
-                    loss = runtime._losses(loss_fn, targets, parts, front["rows"], reduction, weigh)
+                    loss = split_losses(loss_fn, targets, parts, front["rows"], reduction, weigh)
                 else:
                     loss = Loss(loss_fn, None, [1.0] * parts)
                 sweep.set_loss(loss, Collector(None))

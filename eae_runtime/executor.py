@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,68 +17,19 @@ from torch.autograd.profiler import record_function
 from . import _tree
 from ._chain import Chain
 from ._leaves import accumulate, graph_leaves, reaches
+from ._losses import Loss
+from ._program import ALL, Action
+from ._records import Environment, Rebuilt, Record, RestartStep
 from ._sharing import Collector, SharedLeaves
 from .adjoint import AdjointState
-from .blockcall import BlockCall, Environment, Rebuilt, Record, RestartStep
+from .blockcall import BlockCall
 from .errors import LossError, PassError, RebuildMismatchError
 from .events import EventType
 
-__all__ = ["Chain", "Loss", "Program", "Sweep", "parse_action", "split_rows"]
+__all__ = ["Sweep"]
 
 # Bytes from which an output is let go before its VJP.
 _LARGE = 1 << 20
-
-Action = tuple[str, int, int]
-
-# The number that stands for "every microbatch" (`4B*`).
-ALL = -1
-
-
-def parse_action(text: str) -> Action:
-    """`3R1` -> ("R", 3, 1); `4B*` -> ("B", 4, -1)."""
-    start = 0
-    while text[start].isdigit():
-        start += 1
-    end = start
-    while text[end].isalpha():
-        end += 1
-    rest = text[end:]
-    return text[start:end], int(text[:start]), ALL if rest == "*" else int(rest)
-
-
-class Program:
-    """A schedule ready to be walked: the forward and the reverse list."""
-
-    __slots__ = ("forward", "reverse", "text")
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        forward, _, reverse = text.partition("\n")
-        self.forward = [parse_action(token) for token in forward.split()]
-        self.reverse = [parse_action(token) for token in reverse.split()]
-
-
-@dataclass
-class Loss:
-    """A loss and how it is split: `fn(output)`, or `fn(output_rows, target_rows)` with the targets of each microbatch
-    and its weight."""
-
-    fn: Callable[..., Any]
-    targets: list[Any] | None = None
-    weights: list[float] | None = None
-
-
-def split_rows(value: Any, parts: int) -> list[Any]:
-    """Cuts every tensor of a tree along its first dimension into `parts` of ceil(rows / parts) rows, the last one
-    smaller. The parts are views."""
-    tensors, shape = _tree.flatten(value)
-    rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
-    chunk = -(-rows // parts) if parts else rows
-    return [
-        _tree.unflatten([t[k * chunk : (k + 1) * chunk] for t in tensors], shape)
-        for k in range(parts)
-        if k == 0 or k * chunk < rows
-    ]
 
 
 class Sweep:

@@ -9,7 +9,8 @@ from torch import nn
 
 from . import _tree
 from ._ambient import Generators
-from .blockcall import BlockCall, Environment, Record, RestartStep
+from ._records import Environment, Record, RestartStep
+from .blockcall import BlockCall
 from .boundary_store import BoundaryStore
 from .events import EventBus, EventType
 

@@ -9,10 +9,12 @@ from torch import nn
 
 from . import _tree
 from ._ambient import Generators
+from ._bits import same_random
 from ._leaves import graph_leaves
+from ._records import Environment, Record, RestartStep
 from ._sharing import Collector
 from .adjoint import AdjointState
-from .blockcall import BlockCall, Environment, Record, RestartStep, same_random
+from .blockcall import BlockCall
 from .errors import PassError, RebuildMismatchError
 from .events import EventBus, EventType
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,12 +13,16 @@ from torch import nn
 from . import _bridge, _tree
 from ._ambient import Generators
 from ._chain import Chain
+from ._exclusive import exclusive, is_inside
+from ._losses import Loss, check_loss, split_losses, split_rows
+from ._program import ALL, Program
+from ._records import RestartStep
 from ._sharing import Collector
 from ._streams import StreamedSweep
-from ._transaction import Gradients, annotate, deferred_interrupt
+from ._transaction import Gradients, annotate, clipped, deferred_interrupt
 from .adjoint import AdjointState
 from .backend import BackendManager
-from .blockcall import BlockCall, RestartStep
+from .blockcall import BlockCall
 from .blocks import BlockDecomposer
 from .boundary_store import BoundaryStore
 from .config import RuntimeConfig
@@ -35,7 +38,7 @@ from .errors import (
     UpdateError,
 )
 from .events import EventBus, EventType
-from .executor import ALL, Loss, Program, Sweep, split_rows
+from .executor import Sweep
 from .forward_executor import ForwardExecutor
 from .logging_utils import attach_structured_logging
 from .memory import MemoryManager
@@ -49,10 +52,6 @@ from .trace import Trace
 __all__ = ["EAERuntime"]
 
 LossFn = Callable[..., Any]
-
-
-# The runtime that is inside a step, for each block (by id): two at once on one block would mix their gradients.
-_in_step: dict[int, weakref.ref[EAERuntime]] = {}
 
 
 class EAERuntime:
@@ -154,7 +153,7 @@ class EAERuntime:
         ClosedError. Closing from inside a step (a block, a pass, an event subscriber) raises EAEError."""
         if self._closed:
             return
-        if any(other() is self for other in _in_step.values()):
+        if is_inside(self):
             raise EAEError(
                 "this EAERuntime is inside a step and cannot be closed now; close it when the step has returned"
             )
@@ -181,26 +180,9 @@ class EAERuntime:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """One call at a time on every block."""
-        if self._closed:
-            raise ClosedError("this EAERuntime is closed; make a new one")
-        mine = weakref.ref(self)
-        for block, name in zip(self.blocks, self.block_names, strict=True):
-            other = _in_step.get(id(block))
-            if other is not None and other() is not None:
-                who = "this runtime is" if other() is self else "another EAERuntime is"
-                raise EAEError(
-                    f"block {name!r} is inside a step: {who} running it. Do not call a runtime from a block, a pass, "
-                    "an event subscriber or another thread, and run two runtimes on one model one after the other"
-                )
-        ids = {id(b) for b in self.blocks}
-        for key in ids:
-            _in_step[key] = mine
-        try:
+        self._check_open()
+        with exclusive(self, self.blocks, self.block_names):
             yield
-        finally:
-            for key in ids:
-                del _in_step[key]
 
     # -- schedules -------------------------------------------------------------------------------------------------
 
@@ -371,7 +353,7 @@ class EAERuntime:
             return self._backward(output, loss_fn)
 
     def _backward(self, output: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
-        self._check_loss(loss_fn)
+        check_loss(loss_fn)
         sweep = self._sweep
         if sweep is None:
             raise EAEError("backward() needs a forward() before it; each forward() serves one backward()")
@@ -410,7 +392,7 @@ class EAERuntime:
         self._sweep_versions = []
         sweep.release()
         if self.config.grad_clip_norm is not None:
-            gradients = self._clipped(gradients)
+            gradients = clipped(gradients, self.config.grad_clip_norm)
         return loss, gradients
 
     def _custom_reverse(self, sweep: Sweep, gradients: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -465,7 +447,7 @@ class EAERuntime:
 
     def compute_gradients(self, x: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
         """forward() and backward() in one: (loss, {leaf: gradient}) without a step; `.grad` stays as it is."""
-        self._check_loss(loss_fn)
+        check_loss(loss_fn)
         with self._exclusive():
             for _ in self._attempts():
                 try:
@@ -508,7 +490,7 @@ class EAERuntime:
         see the class.
         """
         if self._ranks is None:
-            self._check_loss(loss_fn)
+            check_loss(loss_fn)
         with self._exclusive():
             for _ in self._attempts():
                 try:
@@ -526,40 +508,13 @@ class EAERuntime:
         yield from range(8 * len(self.blocks) + 8)
         raise EAEError("the step was repeated too often: a block's forward does something new every time")
 
-    def _losses(
-        self, loss_fn: LossFn, targets: Any, parts: int, rows: int, reduction: str, weigh: Callable[[Any], Any] | None
-    ) -> Loss:
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(f"loss_reduction={reduction!r}: allowed is 'mean', 'sum'")
-        if targets is None:
-            if weigh is not None:
-                raise ConfigError("loss_weight= needs targets=: it is called with the targets of each microbatch")
-            return Loss(loss_fn)
-        if parts > 1:
-            found = {t.shape[0] if t.dim() else "none" for t in _tree.flatten(targets)[0]}
-            if found != {rows}:
-                raise ConfigError(
-                    "the tensors of targets= have "
-                    f"{', '.join(map(str, sorted(found, key=str))) or 'none'} rows and the "
-                    f"input {rows}; both have to have "
-                    "the same number of rows to be cut into microbatches"
-                )
-        pieces = [targets] if parts == 1 else split_rows(targets, parts)
-        if reduction == "sum" or parts == 1:
-            return Loss(loss_fn, pieces, [1.0] * parts)
-        sizes = [float(weigh(p)) if weigh is not None else float(_tree.flatten(p)[0][0].shape[0]) for p in pieces]
-        total = sum(sizes)
-        if not total > 0:
-            raise ConfigError(f"loss_weight gave {sizes} for the microbatches; their sum has to be above 0")
-        return Loss(loss_fn, pieces, [s / total for s in sizes])
-
     def _step(self, x: Any, loss_fn: LossFn, targets: Any, reduction: str, weigh: Callable[[Any], Any] | None) -> float:
         events, profiler = self.event_bus, self.profiler
         self._last_grads = []
         tensors = self._check_input(x)
         parts = self._parts(tensors)
         rows = tensors[0].shape[0] if parts > 1 else 0
-        loss = self._losses(loss_fn, targets, parts, rows, reduction, weigh)
+        loss = split_losses(loss_fn, targets, parts, rows, reduction, weigh)
         input_grad = any(t.requires_grad for t in tensors)
         program = self._program(parts, split=False, targets=targets is not None, input_grad=input_grad)
         sweep = self._new_sweep(x, parts, tensors, keep_output=False)
@@ -692,27 +647,9 @@ class EAERuntime:
                     return f"{path!r} of block {name!r}"
         return f"a tensor of shape {list(leaf.shape)} that no block has registered"
 
-    @staticmethod
-    def _check_loss(loss_fn: Any) -> None:
-        if not callable(loss_fn):
-            raise TensorTypeError(
-                f"loss_fn is {type(loss_fn).__name__}; it has to be callable: loss_fn(output) -> scalar tensor"
-            )
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this EAERuntime is closed; make a new one")
-
-    def _clipped(self, gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """The gradients scaled so that their global norm is at most `grad_clip_norm`, as torch.nn.utils.clip_grad_norm_
-        does it."""
-        limit = self.config.grad_clip_norm
-        assert limit is not None
-        if not gradients:
-            return gradients
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
-        scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        return {leaf: grad * scale.to(grad.device) for leaf, grad in gradients.items()}
 
     def _explain(self, error: BaseException, sweep: Sweep) -> None:
         """Adds block and action to an exception, once."""

@@ -14,7 +14,8 @@ from torch import nn
 from eae_runtime import _tree
 from eae_runtime._ambient import Generators
 from eae_runtime._leaves import capture, held_back
-from eae_runtime.blockcall import BlockCall, Environment, Record, RestartStep
+from eae_runtime._records import Environment, Record, RestartStep
+from eae_runtime.blockcall import BlockCall
 
 
 class _Node(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autograd_driver import Driven
-from eae_runtime.blockcall import same_bits
+from eae_runtime._bits import same_bits
 from models import Attention, Recurrent, Residual
 
 

@@ -20,8 +20,8 @@ from counting import Counted
 from distributed_failures import failing, losing, restarts, waiting
 from distributed_models import adam, build, data, differences, loss_fn, mlp
 from eae_runtime import EAERuntime, EventType, RuntimeConfig
+from eae_runtime._bits import same_bits
 from eae_runtime.adjoint import AdjointState
-from eae_runtime.blockcall import same_bits
 from eae_runtime.passes import ClipPass, EAEPass
 from eae_runtime.schedulers import DistributedScheduler
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from distributed_models import WIDTH, Writes, adam, data, differences, loss_fn
 from eae_runtime import EAERuntime, RuntimeConfig
+from eae_runtime._bits import same_bits
 from eae_runtime.adjoint import AdjointState
-from eae_runtime.blockcall import same_bits
 from eae_runtime.passes import EAEPass
 
 

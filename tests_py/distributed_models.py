@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eae_runtime.blockcall import same_bits
+from eae_runtime._bits import same_bits
 from models import Residual
 
 WIDTH, WORDS = 8, 13

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from eae_runtime import AdjointState, EAERuntime, Event, RuntimeConfig
-from eae_runtime.blockcall import same_bits
+from eae_runtime._bits import same_bits
 from eae_runtime.passes import EAEPass, GaussianNoisePass
 from models import Counter, Head, chain
 from oracle import kept

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from eae_runtime import _bridge
-from eae_runtime.blockcall import same_bits
+from eae_runtime._bits import same_bits
 from models import Case
 
 Named = dict[str, torch.Tensor]

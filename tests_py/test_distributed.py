@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from eae_runtime import EAERuntime, RuntimeConfig, _bridge
+from eae_runtime._bits import same_bits
 from eae_runtime._placement import place
-from eae_runtime.blockcall import same_bits
 from ranks import LIMIT, Workers
 
 

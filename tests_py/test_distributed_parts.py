@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from eae_runtime import EAERuntime, RuntimeConfig
+from eae_runtime._bits import same_bits
 from eae_runtime._hops import hops_of, proofs
 from eae_runtime._placement import place
+from eae_runtime._program import parse_action
 from eae_runtime._streams import stream_seed
 from eae_runtime._wire import Slot, form_of, pack
-from eae_runtime.blockcall import same_bits
-from eae_runtime.executor import parse_action
 from eae_runtime.schedulers import DistributedScheduler
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from counting import counted, forwards
 from eae_runtime import EAERuntime, RuntimeConfig, _bridge
+from eae_runtime._program import Program
 from eae_runtime.errors import EAEError, ScheduleError, StoreKeyError
-from eae_runtime.executor import Program
 from eae_runtime.passes import RegularizationPass
 from eae_runtime.schedulers.generated import GeneratedScheduler
 from oracle import Named, clear, nothing_left, state_of

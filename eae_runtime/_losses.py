@@ -1,0 +1,76 @@
+"""A loss and how a batch is cut into microbatches for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from . import _tree
+from .errors import ConfigError, TensorTypeError
+
+__all__ = ["Loss", "check_loss", "split_losses", "split_rows"]
+
+
+@dataclass
+class Loss:
+    """A loss and how it is split: `fn(output)`, or `fn(output_rows, target_rows)` with the targets of each microbatch
+    and its weight."""
+
+    fn: Callable[..., Any]
+    targets: list[Any] | None = None
+    weights: list[float] | None = None
+
+
+def split_rows(value: Any, parts: int) -> list[Any]:
+    """Cuts every tensor of a tree along its first dimension into `parts` of ceil(rows / parts) rows, the last one
+    smaller. The parts are views."""
+    tensors, shape = _tree.flatten(value)
+    rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
+    chunk = -(-rows // parts) if parts else rows
+    return [
+        _tree.unflatten([t[k * chunk : (k + 1) * chunk] for t in tensors], shape)
+        for k in range(parts)
+        if k == 0 or k * chunk < rows
+    ]
+
+
+def split_losses(
+    loss_fn: Callable[..., Any],
+    targets: Any,
+    parts: int,
+    rows: int,
+    reduction: str,
+    weigh: Callable[[Any], Any] | None,
+) -> Loss:
+    """The loss of a batch of `rows` rows in `parts` microbatches; see `EAERuntime.train_step` for the rest. Raises
+    ConfigError for a reduction that is none, targets of another number of rows, and weights that add up to 0."""
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"loss_reduction={reduction!r}: allowed is 'mean', 'sum'")
+    if targets is None:
+        if weigh is not None:
+            raise ConfigError("loss_weight= needs targets=: it is called with the targets of each microbatch")
+        return Loss(loss_fn)
+    if parts > 1:
+        found = {t.shape[0] if t.dim() else "none" for t in _tree.flatten(targets)[0]}
+        if found != {rows}:
+            raise ConfigError(
+                f"the tensors of targets= have {', '.join(map(str, sorted(found, key=str))) or 'none'} rows and the "
+                f"input {rows}; both have to have the same number of rows to be cut into microbatches"
+            )
+    pieces = [targets] if parts == 1 else split_rows(targets, parts)
+    if reduction == "sum" or parts == 1:
+        return Loss(loss_fn, pieces, [1.0] * parts)
+    sizes = [float(weigh(p)) if weigh is not None else float(_tree.flatten(p)[0][0].shape[0]) for p in pieces]
+    total = sum(sizes)
+    if not total > 0:
+        raise ConfigError(f"loss_weight gave {sizes} for the microbatches; their sum has to be above 0")
+    return Loss(loss_fn, pieces, [s / total for s in sizes])
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Raises TensorTypeError for a loss that cannot be called."""
+    if not callable(loss_fn):
+        raise TensorTypeError(
+            f"loss_fn is {type(loss_fn).__name__}; it has to be callable: loss_fn(output) -> scalar tensor"
+        )
