@@ -59,7 +59,8 @@ def step(runtime, rows=4, width=8):
 
 @dataclass
 class Ended:
-    """How a child ended. `seconds` from its stamp `at` (a time.monotonic of its report), if there is one, to its end."""
+    """How a child ended. `seconds` from its stamp `at` (a time.monotonic of its report), if there is one, to its
+    end."""
 
     code: int
     result: dict[str, Any]

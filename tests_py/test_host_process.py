@@ -1,15 +1,16 @@
-"""The process around the runtime stays what it was: forked children, Ctrl-C, the end of the process, what the host owns."""
+"""The process around the runtime stays what it was: forked children, Ctrl-C, the end of the process, what the host
+owns."""
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
-from child import result_of, run
+from child import result_of
 
-# Generous, since the machine may be busy; the waits that would follow without the guard are three times as long and more.
+# Generous, since the machine may be busy; the waits that would follow without the guard are three times as long and
+# more.
 SOON = 3.0
 
 
@@ -206,7 +207,8 @@ except KeyboardInterrupt:
     seconds = time.monotonic() - at
 same = all(torch.equal(p, q) and p.grad is None for p, q in zip(runtime.parameters(), there))
 runtime.close()
-report(seconds=seconds, calls=len(calls), same=same, left=[k for k, v in live().items() if v != before[k]], files=files())
+left = [k for k, v in live().items() if v != before[k]]
+report(seconds=seconds, calls=len(calls), same=same, left=left, files=files())
 """
     result = result_of(code, folder)
     print(f"KeyboardInterrupt after {result['seconds']:.2f} s")
@@ -249,7 +251,8 @@ same = all(p.item() == 1 and p.grad is None for p in runtime.parameters())
 start = time.monotonic()
 runtime.close()
 closing = time.monotonic() - start
-report(seconds=seconds, closing=closing, same=same, left=[k for k, v in live().items() if v != before[k]], files=files(),
+left = [k for k, v in live().items() if v != before[k]]
+report(seconds=seconds, closing=closing, same=same, left=left, files=files(),
        threads=threading.active_count() - threads)
 """
     result = result_of(SLOW + code, folder)
