@@ -63,7 +63,7 @@ func giveStore(h int64, addresses []int64, body func(*boundary.Store, []tensor.T
 }
 
 // StoreNew makes a boundary store from the JSON form of boundary.Spec, with its buffers from that pool, which has to be closed after it; 0
-// gives it a pool of its own.
+// gives it a pool of its own, and so does a spec that asks for page-locked buffers where the process has CUDA.
 func StoreNew(spec string, poolHandle int64) (int64, error) {
 	return value(func() (int64, error) {
 		parsed, err := boundary.ParseSpec(spec)
@@ -74,9 +74,11 @@ func StoreNew(spec string, poolHandle int64) (int64, error) {
 		if err != nil {
 			return 0, err
 		}
-		store, err := boundary.New(parsed, boundary.Options{
-			Allocator: offheap.Allocator{}, Pool: pool, Releases: &releases, Ledger: &ledger,
-		})
+		options := boundary.Options{Allocator: offheap.Allocator{}, Pool: pool, Releases: &releases, Ledger: &ledger}
+		if pinned, found := offheap.NewPinned(); parsed.Pin && found {
+			options.Pool, options.Pinned = nil, pinned
+		}
+		store, err := boundary.New(parsed, options)
 		if err != nil {
 			return 0, err
 		}

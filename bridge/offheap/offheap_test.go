@@ -30,3 +30,22 @@ func TestRefusals(t *testing.T) {
 	_, err = memory.Alloc(1 << 60)
 	require.ErrorIs(t, err, errs.ErrStore)
 }
+
+func TestPageLockedBlocks(t *testing.T) {
+	_, found := NewPinned()
+	require.False(t, found, "no CUDA in a Go test's process")
+	memory := FakePinned()
+	before := Live()
+	block, err := memory.Alloc(5000)
+	require.NoError(t, err)
+	require.Zero(t, uintptr(block)%Align)
+	require.Equal(t, before+5000, Live())
+	memory.Free(block, 5000)
+	require.Equal(t, before, Live())
+	_, err = memory.Alloc(-1)
+	require.ErrorIs(t, err, errs.ErrValue)
+	_, err = memory.Alloc(2 << 20)
+	require.ErrorIs(t, err, errs.ErrStore)
+	require.ErrorContains(t, err, "pin_memory=False")
+	require.Equal(t, before, Live())
+}

@@ -114,7 +114,7 @@ def api_StoreMove(h: int, key: int) -> bool:
 
 def api_StoreNew(spec: str, poolHandle: int) -> int:
     """StoreNew makes a boundary store from the JSON form of boundary.Spec, with its buffers from that pool, which has to be closed after it; 0
-    gives it a pool of its own."""
+    gives it a pool of its own, and so does a spec that asks for page-locked buffers where the process has CUDA."""
 
 def api_StorePut(h: int, key: int, dl: int) -> str:
     """StorePut adopts a boundary of one tensor without a copy. The key is the boundary's number plus 2^20 times the microbatch's."""
