@@ -374,7 +374,9 @@ class BlockCall:
                 for value, (home, name, _, _) in zip(trial_values, record.buffers, strict=True)
             )
         )
-        facts.no_grad = agree
+        # Only grad mode shows when a block that skipped its parameters so far (layer drop) uses them after all.
+        can_differ = self.structure.trainable or any(needs)
+        facts.no_grad = agree and (facts.differentiable or not can_differ)
         return outputs
 
     # -- buffers ---------------------------------------------------------------------------------------------------
