@@ -29,7 +29,7 @@ from .events import EventType
 __all__ = ["Sweep"]
 
 # Bytes from which an output is let go before its VJP.
-_LARGE = 1 << 20
+_LARGE = 1 << 16
 
 
 class Sweep:

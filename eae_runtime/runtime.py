@@ -181,6 +181,11 @@ class EAERuntime:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         self._check_open()
+        if torch.is_inference_mode_enabled():
+            raise EAEError(
+                "torch.inference_mode() is on: its tensors have no version counters, which the runtime needs; "
+                "use torch.no_grad() or leave the region"
+            )
         with exclusive(self, self.blocks, self.block_names):
             yield
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from eae_runtime import EAERuntime
+from eae_runtime import EAEError, EAERuntime
 
 
 class Switched(nn.Module):
@@ -53,3 +54,12 @@ def test_a_leaf_that_is_read_late_is_among_the_collected_gradients():
             _, grads = runtime.compute_gradients(x, lambda y: y.square().sum())
             assert len(grads) == len(wanted)
             assert all(torch.equal(grads[t], grad) for t, grad in zip(wanted, want, strict=True))
+
+
+def test_inference_mode_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    with EAERuntime(model) as runtime:
+        with torch.inference_mode(), pytest.raises(EAEError, match="inference_mode"):
+            runtime.train_step(torch.ones(2, 3), torch.sum)
+        with torch.no_grad():
+            assert runtime.train_step(torch.ones(2, 3), torch.sum) != 0.0
