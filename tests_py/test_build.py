@@ -248,14 +248,14 @@ def resident():
 x = torch.ones(4)
 with BoundaryStore() as store:
     sizes = []
-    for _ in range(2):
-        for i in range(50_000):
+    for _ in range(3):
+        for i in range(150_000):
             store.adopt(0, x)
             store.drop(0)
         sizes.append(resident())
-print(sizes[1] - sizes[0])
+print(sizes[2] - sizes[1])
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    # 50,000 puts and drops: 3.1 MB if each call left its string.
-    assert int(ran.stdout) < 1_000_000
+    # 150,000 puts and drops: 9.3 MB if each call left its string. Go's heap breathes by a megabyte.
+    assert int(ran.stdout) < 4_000_000
