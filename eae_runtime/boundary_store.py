@@ -32,6 +32,7 @@ from .errors import ClosedError, ConfigError, EAEError, StoreKeyError, StoreTime
 __all__ = ["BoundaryStore", "boundary_key"]
 
 _SLICE_MS = 100
+_MOST_WORKERS = 16
 _CODECS = {None: "raw", torch.float32: "raw", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -58,6 +59,7 @@ class BoundaryStore:
     directory   folder of the disk tier; files in it are removed on close
     max_bytes   most bytes that the disk tier may hold
     is_async    tier traffic runs in the background
+    workers     how many goroutines do that, at most 16
     pool        handle of the core's pool that the buffers come from, which is closed after the store; 0 is one of its
                 own
     keep_buffers  whether buffers that come back are kept for the next boundary
@@ -76,6 +78,7 @@ class BoundaryStore:
         directory: str | Path | None = None,
         max_bytes: int | None = None,
         is_async: bool = False,
+        workers: int = 2,
         timeout: float = 60.0,
         pool: int = 0,
         keep_buffers: bool = True,
@@ -102,6 +105,7 @@ class BoundaryStore:
             "dir": "" if directory is None else str(directory),
             "max_bytes": max_bytes or 0,
             "async": is_async,
+            "workers": min(workers, _MOST_WORKERS),
             "pin": self.pin_memory,
             "timeout_seconds": timeout,
             "pool_buffers": keep_buffers,

@@ -102,6 +102,7 @@ class EAERuntime:
             directory=config.disk_dir,
             max_bytes=config.disk_max_bytes,
             is_async=isinstance(self.scheduler, AsyncScheduler),
+            workers=getattr(self.scheduler, "max_workers", 2),
             timeout=config.timeout,
             pool=self.memory_manager.core_pool,
             keep_buffers=config.memory != "none",

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from eae_runtime import EAERuntime, RuntimeConfig, _bridge
+from eae_runtime import AsyncScheduler, EAERuntime, RuntimeConfig, _bridge
 from eae_runtime.boundary_store import BoundaryStore
 from eae_runtime.errors import BridgeError
 from eae_runtime.memory import PoolMemoryPolicy
@@ -350,3 +350,10 @@ def test_close_in_the_middle(settings: dict[str, Any]) -> None:
 def test_a_bad_pool_handle_is_refused() -> None:
     with nothing_left(), pytest.raises(BridgeError, match="no pool"):
         BoundaryStore(tier="host", pool=10**9)
+
+
+@pytest.mark.parametrize(("asked", "got"), [(1, 1), (3, 3), (99, 16)])
+def test_the_async_schedulers_workers(asked: int, got: int) -> None:
+    config = RuntimeConfig(scheduler=AsyncScheduler(max_workers=asked), boundary_tier="host")
+    with EAERuntime(nn.Sequential(nn.Linear(2, 2)), config=config) as runtime:
+        assert runtime.boundary_store.stats()["workers"] == got

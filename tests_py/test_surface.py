@@ -120,7 +120,7 @@ SIGNATURES = {
     "blocks.BlockDecomposer.from_list": "modules",
     "blocks.BlockDecomposer.decompose": "model",
     "boundary_store.BoundaryStore": "offload=False, precision=None, pin_memory=False, *, tier=None, directory=None, "
-    "max_bytes=None, is_async=False, timeout=60.0",
+    "max_bytes=None, is_async=False, workers=2, timeout=60.0",
     "boundary_store.BoundaryStore.put": "idx, tensor",
     "boundary_store.BoundaryStore.get": "idx, device=None, dtype=None",
     "boundary_store.BoundaryStore.clear": "",

@@ -14,7 +14,7 @@ class AsyncScheduler(GeneratedScheduler):
     """The sequential order, with boundaries stored and loaded by goroutines while blocks compute. Same bits as
     sequential.
 
-    max_workers: how many boundaries may be on their way to or from the tier at once.
+    max_workers: how many boundaries may be on their way to or from the tier at once; the core takes at most 16.
     """
 
     name = "AsyncScheduler"
