@@ -8,7 +8,6 @@ import (
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
-	"go.uber.org/goleak"
 	"pgregory.net/rapid"
 
 	"github.com/eae-runtime/eae-runtime/gocore/boundary"
@@ -17,8 +16,6 @@ import (
 	"github.com/eae-runtime/eae-runtime/gocore/sched"
 	"github.com/eae-runtime/eae-runtime/gocore/tensor"
 )
-
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // toy is a chain of blocks y = w*x + x*x/8 on single-precision vectors, and a loss that is half the sum of the squares.
 type toy struct{ weights []float32 }
