@@ -59,8 +59,8 @@ func (c toy) plain(x []float32, halve float32) ([]float32, []float32) {
 	return a, grads
 }
 
-// stepper executes a schedule over the real store and the real passes.
-type stepper struct {
+// walker executes a schedule over the real store and the real passes.
+type walker struct {
 	t      *rapid.T
 	chain  toy
 	store  *boundary.Store
@@ -80,7 +80,7 @@ func wrap(values []float32, release func()) tensor.Tensor {
 
 func view(x tensor.Tensor) []float32 { return unsafe.Slice((*float32)(x.Data), x.Numel()) }
 
-func (s *stepper) run(actions []sched.Action, released *int) {
+func (s *walker) run(actions []sched.Action, released *int) {
 	for _, a := range actions {
 		b, m := int(a.Block), int(a.Micro)
 		key := int64(b) + int64(m)<<20
@@ -164,7 +164,7 @@ func TestAStepOverTheRealParts(t *testing.T) {
 		require.NoError(t, err)
 		regularization, err := passes.NewChain(`[{"name":"regularization","params":{"strength":0.5}}]`)
 		require.NoError(t, err)
-		s := &stepper{
+		s := &walker{
 			t: t, chain: chain, store: store, passes: regularization, now: map[int][]float32{}, graphs: map[[2]int][]float32{},
 			adj: map[int][]float32{}, grads: make([]float32, length),
 		}
