@@ -107,5 +107,5 @@ def work(rank: int, folder: str, bucket_view: bool) -> None:
         Path(folder, f"done{rank}").touch()
     finally:
         dist.destroy_process_group()
-    # All is compared and closed: the threads that torch's own teardown may leave joinable must not decide the exit code.
+    # All is compared and closed: a thread that torch leaves joinable in its teardown must not decide the exit code.
     os._exit(0)
