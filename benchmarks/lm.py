@@ -16,6 +16,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 
 from benchmarks._harness import alloc_count, competitors, peer_011, report, rounds, runtimes
+from benchmarks._harness.surround import surrounded
 from benchmarks._harness.verdict import paired_ratio
 from benchmarks._harness.worker_client import Worker
 
@@ -118,10 +120,10 @@ class Competitor:
     def block_forwards(self) -> int:
         """How often a transformer block's forward runs in one step (embedding and head are not counted)."""
         runs: list[None] = []
-        handles = [block.register_forward_pre_hook(lambda *_: runs.append(None)) for block in self.blocks[1:-1]]
-        self._step()
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as stack:
+            for block in self.blocks[1:-1]:
+                stack.enter_context(surrounded(block, before=lambda: runs.append(None)))
+            self._step()
         return len(runs)
 
     def timed(self) -> float:

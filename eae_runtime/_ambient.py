@@ -10,12 +10,14 @@ Note [What a rebuild replays]
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["Autocast", "Generators"]
+__all__ = ["Autocast", "Generators", "host_sources", "read_source", "same_source", "write_source"]
 
 _cpu = torch.default_generator
 
@@ -65,6 +67,46 @@ class Generators:
         _cpu.set_state(cpu)
         for device, one in others:
             torch.get_device_module(device.type).set_rng_state(one, device)
+
+
+def host_sources() -> list[Any]:
+    """The generators behind the functions of `random` and, where it is in use, of `numpy.random`."""
+    sources: list[Any] = [random.seed.__self__]  # type: ignore[attr-defined]
+    if "numpy.random" in sys.modules:
+        sources.append(sys.modules["numpy.random"].mtrand._rand)
+    return sources
+
+
+def read_source(source: Any) -> Any:
+    """The state of a generator: a torch.Generator, a random.Random, a numpy.random.Generator or a RandomState."""
+    if isinstance(source, torch.Generator):
+        return source.get_state()
+    if isinstance(source, random.Random):
+        return source.getstate()
+    if hasattr(source, "bit_generator"):
+        return source.bit_generator.state
+    return source.get_state(legacy=False)
+
+
+def write_source(source: Any, state: Any) -> None:
+    """Sets a generator to a state that `read_source` returned."""
+    if isinstance(source, random.Random):
+        source.setstate(state)
+    elif hasattr(source, "bit_generator"):
+        source.bit_generator.state = state
+    else:
+        source.set_state(state)
+
+
+def same_source(a: Any, b: Any) -> bool:
+    """Whether two states of one generator are the same."""
+    if isinstance(a, torch.Tensor):
+        return bool(torch.equal(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_source(a[k], b[k]) for k in a)
+    if hasattr(a, "tobytes"):
+        return bool(a.tobytes() == b.tobytes())
+    return bool(a == b)
 
 
 class Autocast:

@@ -32,6 +32,7 @@ class Chain:
     version     how often it has; whatever is derived from it may be kept as long as this stays
     parameters  of all blocks, each once
     autocast    the state in which the last sweep ran
+    verify      RuntimeConfig.verify_rebuild
     hidden      blocks that turned out to have leaves which are not among their parameters
     """
 
@@ -44,6 +45,7 @@ class Chain:
     generators: Generators
     device_types: tuple[str, ...]
     step_payload: dict[str, Any]
+    verify: str = "off"
     hidden: set[int] = field(default_factory=set)
     autocast: Autocast | None = None
     version: int = 0

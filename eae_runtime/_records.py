@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import _tree
-from ._ambient import Autocast, Generators
-from ._bits import same_bits, same_random
+from ._ambient import Autocast, Generators, host_sources, read_source, same_source, write_source
+from ._bits import same_random
+from ._fingerprint import Fingerprint
+from ._hooks import HookKey
+from ._pins import Pins
+from ._state import Entry, put_back
 from ._structure import Structure
 
 __all__ = ["Environment", "Facts", "Rebuilt", "Record", "RestartStep"]
@@ -21,6 +26,10 @@ _WATCHED = 2
 class RestartStep(Exception):
     """A block did something for the first time that its last run had not prepared for; it is remembered now. The step
     has to be undone and repeated."""
+
+
+def _no_check(_: int) -> int:
+    return 0
 
 
 class Environment:
@@ -37,7 +46,7 @@ class Environment:
     has nothing to enter.
     """
 
-    __slots__ = ("_quiet", "autocast", "generators", "known", "reentered", "sparse", "structure")
+    __slots__ = ("_quiet", "autocast", "check", "generators", "known", "reentered", "sparse", "structure")
 
     def __init__(
         self,
@@ -54,6 +63,8 @@ class Environment:
         self.autocast = autocast if autocast == now and autocast is not None else now
         self.reentered = False
         self.sparse = False
+        # How closely a block is looked at in this sweep, by its number: see `_checks`.
+        self.check: Callable[[int], int] = _no_check
         # Where the generators stand if the blocks that ran since then, those in `_quiet`, have drawn nothing.
         self.known: Any = None
         self._quiet: list[Facts] = []
@@ -105,13 +116,17 @@ class Facts:
     """What is known of a block in one mode, for one class of input shapes."""
 
     __slots__ = (
+        "changing",
         "differentiable",
         "draws",
+        "leaks",
         "learned",
         "leaves",
+        "live_hooks",
         "no_grad",
         "out_needs",
         "seen",
+        "sources",
         "structure",
         "watched",
         "writes",
@@ -129,6 +144,14 @@ class Facts:
         self.no_grad: bool | None = None
         self.writes: set[int] = set()
         self.written_buffers: set[tuple[int, str]] | None = None
+        # See `_state.Watch`.
+        self.changing: dict[tuple[int, str], tuple[dict[str, Any], str, bool]] = {}
+        # The forward hooks that took part in the computation so far (see Note [Which hooks a rebuild calls]).
+        self.live_hooks: set[HookKey] = set()
+        # Generators of the host's side that the block draws from or holds.
+        self.sources: list[Any] = list(structure.generators)
+        # Whether somebody outside has kept a tensor of the block's graph.
+        self.leaks = False
         # Which outputs require grad, and whether any does.
         self.out_needs: tuple[bool, ...] = ()
         self.differentiable = False
@@ -140,7 +163,20 @@ class Facts:
 class Record:
     """What a rebuild needs beside the boundary: one run of one block."""
 
-    __slots__ = ("autocast", "buffers", "facts", "in_shape", "needs", "out_meta", "out_shape", "random")
+    __slots__ = (
+        "autocast",
+        "facts",
+        "hooks",
+        "in_shape",
+        "needs",
+        "out_meta",
+        "out_shape",
+        "pins",
+        "prints",
+        "random",
+        "sources",
+        "state",
+    )
 
     def __init__(
         self, facts: Facts, in_shape: _tree.Shape, needs: tuple[bool, ...], random: Any, autocast: Autocast
@@ -150,8 +186,15 @@ class Record:
         self.needs = needs
         self.random = random
         self.autocast = autocast
-        # (dictionary of the module, name, the buffer, its pre-image)
-        self.buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        # What the run changed of the modules' state.
+        self.state: list[Entry] = []
+        # Generators of the host's side that the block draws from, with their states before the run.
+        self.sources: list[tuple[Any, Any]] = []
+        self.pins: Pins | None = None
+        # The forward hooks that took part in the run; None where there were no hooks.
+        self.hooks: set[HookKey] | None = None
+        # Of the outputs and of the inputs, where the rebuild is going to be compared.
+        self.prints: tuple[list[Fingerprint], list[Fingerprint]] | None = None
         self.out_shape: _tree.Shape = _tree.SINGLE
         self.out_meta: list[tuple[torch.Size, torch.dtype]] = []
 
@@ -163,13 +206,35 @@ class Record:
         other.needs = needs
         return other
 
-    def restore_buffers(self) -> None:
-        """Puts the buffers that the run wrote back to what they were before it."""
-        with torch.no_grad():
-            for home, name, buffer, before in self.buffers:
-                home[name] = buffer
-                if not same_bits(buffer, before):
-                    buffer.copy_(before)
+    def read_sources(self, watching: bool) -> None:
+        """Notes the host's generators before the run: those that the block is known to draw from; `watching`, all."""
+        sources = self.facts.sources
+        if watching:
+            sources = sources + [s for s in host_sources() if not any(s is known for known in sources)]
+        self.sources = [(source, read_source(source)) for source in sources]
+
+    def note_sources(self) -> None:
+        """After a watched run: remembers the generators that it drew from, and keeps the states of those alone."""
+        known = self.facts.sources
+        drawn = []
+        for source, state in self.sources:
+            if any(source is one for one in known):
+                drawn.append((source, state))
+            elif not same_source(state, read_source(source)):
+                known.append(source)
+                drawn.append((source, state))
+        self.sources = drawn
+
+    def write_sources(self) -> None:
+        """Sets the host's generators to where they stood before the run."""
+        for source, state in self.sources:
+            write_source(source, state)
+
+    def undo(self) -> None:
+        """Puts what the run changed of the modules' state, and the host's generators, back to what they were before
+        it."""
+        put_back(self.state)
+        self.write_sources()
 
 
 class Rebuilt:

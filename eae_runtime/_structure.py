@@ -8,13 +8,18 @@ Note [A model may change between steps]
 
 from __future__ import annotations
 
+import random
+import sys
+import types
+from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["Structure"]
+__all__ = ["Structure", "own_attributes"]
 
 _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
@@ -22,7 +27,8 @@ _requires_grad = attrgetter("requires_grad")
 
 class Structure:
     """Everything about a module that can change what its forward does to leaves: submodules, training flags, numbers of
-    hooks, parameters and whether they require grad. Also its non-empty buffer dictionaries.
+    hooks, parameters and whether they require grad. Also its non-empty buffer dictionaries, its dictionaries of forward
+    hooks, and the random generators that its modules hold.
 
     `signature` is equal for equal structures of one module, and hashable.
     """
@@ -37,6 +43,8 @@ class Structure:
         "_parameter_homes",
         "_parameter_ids",
         "buffers",
+        "generators",
+        "hooks",
         "modules",
         "parameters",
         "signature",
@@ -49,6 +57,8 @@ class Structure:
         self.training: list[bool] = [*map(_training, self.modules)]
         self.parameters: list[nn.Parameter] = list(module.parameters())
         self.buffers: list[dict[str, Any]] = [m._buffers for m in self.modules if m._buffers]
+        self.hooks: list[dict[int, Any]] = [h for m in self.modules for h in (m._forward_pre_hooks, m._forward_hooks)]
+        self.generators: list[Any] = _generators(self.modules)
         self._parameter_homes = [m._parameters for m in self.modules]
         self._child_homes = [m._modules for m in self.modules if m._modules]
         self._homes: list[Any] = [
@@ -84,3 +94,60 @@ class Structure:
     def training_is(self, flags: list[bool]) -> bool:
         """Whether the modules' training flags are `flags`."""
         return [*map(_training, self.modules)] == flags
+
+
+# What nn.Module keeps in a module's `__dict__` for itself.
+_MACHINERY = frozenset(nn.Module().__dict__)
+
+
+def own_attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The plain attributes of a module, and the members of its dictionaries, as (home, name, value)."""
+    for name, value in module.__dict__.items():
+        if name in _MACHINERY or name == "forward":
+            continue
+        yield module.__dict__, name, value
+        if type(value) is dict:
+            for key, inner in value.items():
+                if isinstance(inner, torch.Tensor):
+                    yield value, key, inner
+
+
+def _generators(modules: list[nn.Module]) -> list[Any]:
+    """The generators that the modules hold in attributes, lists and dictionaries, or that their forward reads from its
+    closure and its module's globals, each once."""
+    found: dict[int, Any] = {}
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        kinds += (numpy_random.Generator, numpy_random.RandomState)
+    for module in modules:
+        for value in _held(module):
+            # The defaults are known; they are not held by anyone.
+            if isinstance(value, kinds) and value is not torch.default_generator:
+                found[id(value)] = value
+    return list(found.values())
+
+
+def _held(module: nn.Module) -> Iterator[Any]:
+    functions: list[Any] = [getattr(type(module), "forward", None)]
+    for name, value in module.__dict__.items():
+        if name in _MACHINERY:
+            continue
+        if isinstance(value, (list, tuple)):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
+        else:
+            yield value
+        functions.append(value)
+    for function in functions:
+        if isinstance(function, types.MethodType):
+            function = function.__func__
+        if isinstance(function, types.FunctionType):
+            for cell in function.__closure__ or ():
+                try:
+                    yield cell.cell_contents
+                except ValueError:
+                    continue  # not filled yet
+            for name in function.__code__.co_names:
+                yield function.__globals__.get(name)

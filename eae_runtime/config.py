@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ._checks import MODES
 from .backend import BackendManager
 from .errors import ConfigError
 
@@ -97,6 +98,9 @@ class RuntimeConfig:
     random_streams      whether each block draws from a stream of its own for each step and microbatch, so that draws do
                         not depend on order or rank; None: with several ranks. A single process with True is what they
                         are compared with
+    verify_rebuild      how often a rebuilt block is compared, bit for bit, with its forward: "off", "sample" (every
+                        block in the first two steps, then one block a step in turn), "always". A block that differs
+                        raises RebuildMismatchError with the likely cause
     trace               whether spans are kept for `runtime.trace(path)`
     """
 
@@ -121,6 +125,7 @@ class RuntimeConfig:
     block_ranks: Sequence[int] | None = None
     random_streams: bool | None = None
     trace: bool = False
+    verify_rebuild: str = "sample"
 
     def __post_init__(self) -> None:
         self.validate()
@@ -146,12 +151,15 @@ class RuntimeConfig:
             ("memory", MEMORY_POLICIES),
             ("backend", BackendManager.SUPPORTED),
             ("boundary_tier", TIERS),
+            ("verify_rebuild", MODES),
         ):
             value = getattr(self, name)
             if isinstance(value, str) and value not in allowed:
                 raise _bad(name, value, _names(allowed))
         if self.boundary_tier is not None and not isinstance(self.boundary_tier, str):
             raise _bad("boundary_tier", self.boundary_tier, f"None, {_names(TIERS)}")
+        if not isinstance(self.verify_rebuild, str):
+            raise _bad("verify_rebuild", self.verify_rebuild, _names(MODES))
         if self.boundary_tier == "device" and self.boundary_offload:
             raise ConfigError("boundary_tier='device' contradicts boundary_offload=True; leave one of them out")
         if self.random_streams is not None and not isinstance(self.random_streams, bool):

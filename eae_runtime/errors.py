@@ -8,6 +8,7 @@ in its error texts (``CODE|message``); :func:`eae_runtime._bridge.translate` loo
 from __future__ import annotations
 
 __all__ = [
+    "BlockError",
     "BridgeError",
     "ClosedError",
     "ConfigError",
@@ -48,6 +49,11 @@ class ScheduleError(EAEError, ValueError):
 
 class RebuildMismatchError(EAEError, RuntimeError):
     """A block cannot be rebuilt as it ran in the forward: its input, parameters, mode or leaves have changed since."""
+
+
+class BlockError(EAEError, RuntimeError):
+    """A block does something that no rebuild can repeat or a schedule cannot deliver: it changes its arguments, or
+    hands a tensor of its graph out by a side door that a backward then comes through."""
 
 
 class LossError(EAEError, RuntimeError):

@@ -16,6 +16,7 @@ from torch.autograd.profiler import record_function
 
 from . import _tree
 from ._chain import Chain
+from ._checks import level
 from ._leaves import accumulate, graph_leaves, reaches
 from ._losses import Loss
 from ._program import ALL, Action
@@ -57,6 +58,7 @@ class Sweep:
         self._env = Environment(chain.generators, chain.device_types, chain.autocast, chain.structure)
         chain.autocast = self._env.autocast
         self._env.sparse = True
+        self._env.check = self._level
         self._random = chain.generators.read()
         self._now: dict[int, tuple[list[torch.Tensor], _tree.Shape, tuple[bool, ...]]] = {}
         # Of each microbatch's output, once its loss has been taken.
@@ -98,6 +100,9 @@ class Sweep:
                 self._originals[m] = tensors
             self._now[m] = (tensors, shape, needs)
 
+    def _level(self, b: int) -> int:
+        return level(self.chain.verify, b, self.number, len(self.chain.calls))
+
     # -- walking ---------------------------------------------------------------------------------------------------
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -137,7 +142,7 @@ class Sweep:
     def undo(self) -> None:
         """Puts buffers and generators back to what they were before the sweep and drops what it holds."""
         for record in reversed(self._undo):
-            record.restore_buffers()
+            record.undo()
         self.chain.generators.write(self._random)
         self.release()
 

@@ -49,5 +49,5 @@ class ForwardExecutor:
                 return outputs[0]
             except RestartStep:
                 for record in undo:
-                    record.restore_buffers()
+                    record.undo()
                     env.generators.write(record.random)

@@ -106,7 +106,7 @@ class ReconstructionEngine:
             undo: list[Record] = []
             try:
                 _, _, record, _ = call.forward([x.detach()], _tree.SINGLE, (floating,), env, False, undo)
-                if part and (record.buffers or not same_random(random, env.generators.read())):
+                if part and (record.state or not same_random(random, env.generators.read())):
                     raise RebuildMismatchError(
                         f"{call.where()} was run on the whole batch and shall be rebuilt from a "
                         "part of it, but it draws "
@@ -121,5 +121,5 @@ class ReconstructionEngine:
                 continue
             finally:
                 for one in undo:
-                    one.restore_buffers()
+                    one.undo()
                 env.generators.write(random)

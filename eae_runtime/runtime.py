@@ -142,6 +142,8 @@ class EAERuntime:
             generators=Generators(p.device for b in modules for p in b.parameters()),
             device_types=tuple(dict.fromkeys(["cpu", *(p.device.type for b in modules for p in b.parameters())])),
             step_payload=getattr(self.scheduler, "step_payload", {}),
+            # A codec changes boundaries, and so the rebuilds.
+            verify="off" if config.boundary_precision is not None else config.verify_rebuild,
         )
 
     def _scheduler_options(self) -> dict[str, Any]:

@@ -71,5 +71,5 @@ class Driven(nn.Module):
                 return output, needs, record
             except RestartStep:
                 for one in undo:
-                    one.restore_buffers()
+                    one.undo()
                     env.generators.write(one.random)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+# Not an attribute: what a forward does to its module is undone around a rebuild.
+_forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 class Counted(nn.Module):
@@ -16,10 +20,9 @@ class Counted(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.forwards = 0
 
     def forward(self, value: Any) -> Any:
-        self.forwards += 1
+        _forwards[self] = _forwards.get(self, 0) + 1
         return self.inner(value)
 
 
@@ -29,10 +32,18 @@ def counted(*blocks: nn.Module) -> nn.Sequential:
 
 def forwards(model: nn.Sequential) -> list[int]:
     """Forwards of each block since the last call."""
-    counts = [block.forwards for block in model]
-    for block in model:
-        block.forwards = 0
-    return counts
+    return [_forwards.pop(block, 0) for block in model]
+
+
+def before_each_run(block: nn.Module, look: Callable[[], Any]) -> None:
+    """Calls `look` before each run of a block's forward, rebuilds too: a hook that only watches is not called there."""
+    inner = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        look()
+        return inner(*args, **kwargs)
+
+    block.forward = forward  # type: ignore[method-assign]
 
 
 class Interior(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from counting import counted, forwards
+from counting import before_each_run, counted, forwards
 from eae_runtime import EAERuntime, RuntimeConfig, _bridge
 from eae_runtime._program import Program
 from eae_runtime.errors import EAEError, ScheduleError, StoreKeyError
@@ -290,7 +290,7 @@ def test_boundaries_are_freed_at_their_last_use(settings: dict[str, Any]) -> Non
 
     with EAERuntime(model, config=RuntimeConfig(**settings)) as runtime:
         for block in model:
-            block.register_forward_pre_hook(lambda module, args: seen.append(len(runtime.boundary_store)))
+            before_each_run(block, lambda: seen.append(len(runtime.boundary_store)))
         for step in range(5):
             seen.clear()
             runtime.train_step(x, torch.sum)

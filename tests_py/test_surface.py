@@ -231,6 +231,7 @@ CONFIG = [
     ("block_ranks", None),
     ("random_streams", None),
     ("trace", False),
+    ("verify_rebuild", "sample"),
 ]
 
 EVENTS = [
@@ -251,6 +252,7 @@ EVENTS = [
 ]
 
 ERRORS = {
+    "BlockError": RuntimeError,
     "EAEError": Exception,
     "BridgeError": RuntimeError,
     "ClosedError": RuntimeError,

@@ -1,14 +1,15 @@
 """Bytes over one step, action by action, for any way of training a chain.
 
-Hooks mark where one action ends and the next starts; between two marks the counter's high-water mark and the bytes held
+Marks tell where one action ends and the next starts; between two marks the counter's high-water mark and the bytes held
 at the end are kept. Labels are the runtime's: `3C` forward without graph, `3F` forward with graph, `7B` loss, `3R`
-rebuild, `3V` VJP, `U` the optimizer's update. torch.utils.checkpoint rebuilds inside autograd, where no hook tells the
+rebuild, `3V` VJP, `U` the optimizer's update. torch.utils.checkpoint rebuilds inside autograd, where nothing tells the
 rebuild's end: `3RV` is both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from .alloc_count import Counter
+from .surround import surrounded
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,10 @@ class ByteRecorder:
     ) -> list[ActionBytes]:
         """Runs `step(loss_fn)` once and returns its actions. The given step has to call the loss it is handed."""
         self._seen, self._label, self._actions = set(), None, []
-        handles: list[Any] = [optimizer.register_step_pre_hook(lambda *_: self._mark("U"))]
+        handle = optimizer.register_step_pre_hook(lambda *_: self._mark("U"))
+        stack = ExitStack()
         for i, block in enumerate(self._blocks):
-            handles.append(block.register_forward_pre_hook(self._before(i)))
-            handles.append(block.register_forward_hook(self._after(i)))
+            stack.enter_context(surrounded(block, before=self._before(i), after=self._after(i)))
 
         def marked_loss(*args: torch.Tensor) -> torch.Tensor:
             self._mark(f"{len(self._blocks)}B")
@@ -68,8 +70,8 @@ class ByteRecorder:
             step(marked_loss)
             self._mark(None)
         finally:
-            for handle in handles:
-                handle.remove()
+            handle.remove()
+            stack.close()
         return self._actions
 
     def _mark(self, label: str | None) -> None:
@@ -79,21 +81,21 @@ class ByteRecorder:
             self._actions.append(ActionBytes(self._label, peak - self._resting, end - self._resting))
         self._label = label
 
-    def _before(self, i: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+    def _before(self, i: int) -> Callable[[], None]:
+        def look() -> None:
             if i in self._seen:
                 self._mark(f"{i}RV" if self._fused else f"{i}R")
             else:
                 self._seen.add(i)
                 self._mark(f"{i}F" if i in self._kept else f"{i}C")
 
-        return hook
+        return look
 
-    def _after(self, i: int) -> Callable[..., None]:
+    def _after(self, i: int) -> Callable[[torch.Tensor], None]:
         tell = i in self._kept or not self._fused
 
-        def hook(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        def look(output: torch.Tensor) -> None:
             if tell and output.requires_grad:
                 output.register_hook(lambda _: self._mark(f"{i}V"))
 
-        return hook
+        return look

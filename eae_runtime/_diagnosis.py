@@ -1,0 +1,83 @@
+"""Why a block's rebuild is not its forward: found by experiments, each run only after a mismatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ._fingerprint import first_difference
+from ._records import Record
+from ._structure import Structure
+
+__all__ = ["explain"]
+
+# Runs the block again under the state of the forward: its outputs, with grad mode on or off.
+Again = Callable[[bool], list[torch.Tensor]]
+
+
+def explain(
+    structure: Structure, record: Record, tensors: Sequence[torch.Tensor], outputs: list[torch.Tensor], again: Again
+) -> tuple[str, str]:
+    """The likely cause of a mismatch and what to do about it.
+
+    tensors: the boundary that the rebuild started from; outputs: what it gave. `record.prints` has the fingerprints of
+    both from the forward.
+    """
+    assert record.prints is not None
+    then, boundary = record.prints
+    number = first_difference(tensors, boundary)
+    if number is not None:
+        return (
+            f"in-place change of the block's input (tensor {number}) after the forward, past its version counter",
+            "Something writes to it through .data, NumPy or DLPack; let it write to a copy",
+        )
+    try:
+        twice = [t.detach() for t in again(True)]
+        if first_difference(twice, then) is None:
+            return _not_repeatable()
+        if len(twice) == len(outputs) and not all(map(_equal, twice, outputs)):
+            return _not_repeatable()
+        if first_difference([t.detach() for t in again(False)], then) is None:
+            return (
+                "grad mode",
+                "The block computes something else under torch.no_grad(); it is run in grad mode from now on: run the "
+                "step again",
+            )
+    except Exception as error:
+        return (
+            f"state changed by forward: run once more, the block raised {type(error).__name__}: {error}",
+            "Keep what changes between runs in a registered buffer",
+        )
+    if any(not t.is_floating_point() and not t.is_complex() for t in outputs) or _chooses(structure):
+        return (
+            "data-dependent routing, or state changed by forward that is no attribute of a module",
+            "Keep the choice from the forward with eae_runtime.pin(), and what changes between runs in a buffer",
+        )
+    return (
+        "state changed by forward: the block depends on something outside its modules that its forward changes (a "
+        "global, a counter in a closure)",
+        "Keep it in a registered buffer or a plain attribute of the module, or give it to the block as an argument",
+    )
+
+
+def _not_repeatable() -> tuple[str, str]:
+    return (
+        "random draw from a source that is not replayed (os.urandom, a clock, a generator in a place where it is not "
+        "looked for), or a kernel that is not deterministic",
+        "Draw from torch, random, numpy or a generator that a module holds; keep the sample with eae_runtime.pin(); or "
+        "use torch.use_deterministic_algorithms(True)",
+    )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool(torch.equal(a, b))
+
+
+def _chooses(structure: Structure) -> bool:
+    """Whether the block has parts of which a forward may use some: several modules of one class side by side."""
+    for module in structure.modules:
+        kinds = [type(child) for child in module._modules.values() if child is not None]
+        if len(kinds) > 1 and len(set(kinds)) == 1 and isinstance(module, torch.nn.ModuleList):
+            return True
+    return False

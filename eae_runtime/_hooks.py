@@ -1,0 +1,88 @@
+"""Forward hooks inside a block: watchers are called once, in the forward; hooks that take part in the computation are
+called in the rebuild too.
+
+Note [Which hooks a rebuild calls]
+    A rebuild runs the block's forward again, and a hook that only watches (counts, logs, collects) must not see that.
+    A hook that returned a value, wrote to a tensor, switched `requires_grad` or put a hook on a tensor has changed the
+    computation: LoRA adapters, quantizers and `enable_input_require_grads` work like that. So every run notes which
+    hooks did any of it, and its rebuild calls those alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+
+from . import _tree
+
+__all__ = ["HookKey", "homes_of", "noted", "restricted"]
+
+Home = dict[int, Any]
+
+# (id of the dictionary, the hook's id in it)
+HookKey = tuple[int, int]
+
+
+def homes_of(own: Iterable[Home]) -> list[Home]:
+    """The dictionaries of forward hooks that have hooks in them: those given and those of all modules."""
+    everywhere = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
+    return [home for home in (*own, *everywhere) if home]
+
+
+def _look(values: tuple[Any, ...]) -> list[tuple[int, bool, int]]:
+    """What a hook can change about the tensors that it is given."""
+    tensors = _tree.flatten(values)[0]
+    return [(t._version if not t.is_inference() else 0, t.requires_grad, len(t._backward_hooks or ())) for t in tensors]
+
+
+def _noting(hook: Callable[..., Any], key: HookKey, live: set[HookKey]) -> Callable[..., Any]:
+    def call(module: torch.nn.Module, *values: Any) -> Any:
+        before = _look(values)
+        result = hook(module, *values)
+        if result is not None or _look(values) != before:
+            live.add(key)
+        return result
+
+    return call
+
+
+@contextmanager
+def noted(homes: list[Home], live: set[HookKey]) -> Iterator[None]:
+    """While the block runs, adds the hooks that take part in the computation to `live`."""
+    saved = [(home, dict(home)) for home in homes]
+    for home, hooks in saved:
+        for number, hook in hooks.items():
+            home[number] = _noting(hook, (id(home), number), live)
+    try:
+        yield
+    finally:
+        for home, hooks in saved:
+            for number, hook in hooks.items():
+                # One that removed itself stays away.
+                if number in home:
+                    home[number] = hook
+
+
+@contextmanager
+def restricted(homes: list[Home], live: set[HookKey]) -> Iterator[None]:
+    """While the block runs, only the hooks in `live` are there."""
+    saved = [(home, dict(home)) for home in homes]
+    for home, hooks in saved:
+        for number in hooks:
+            if (id(home), number) not in live:
+                del home[number]
+    try:
+        yield
+    finally:
+        for home, hooks in saved:
+            present = dict(home)
+            home.clear()
+            for number, hook in hooks.items():
+                if number in present or (id(home), number) not in live:
+                    home[number] = hook
+            for number, hook in present.items():
+                home.setdefault(number, hook)
