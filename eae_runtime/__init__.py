@@ -6,6 +6,8 @@ loss = runtime.train_step(x, lambda output: criterion(output, y))
 
 from __future__ import annotations
 
+from ._autograd_driver import unwrap, wrap
+from ._pins import pin
 from .adjoint import AdjointState
 from .backend import BackendManager
 from .blocks import BlockDecomposer, EAEBlock
@@ -59,4 +61,7 @@ __all__ = [
     "RuntimeConfig",
     "SequentialScheduler",
     "build_scheduler",
+    "pin",
+    "unwrap",
+    "wrap",
 ]

@@ -168,6 +168,11 @@ class BoundaryStore:
         """Has the core's trace of that handle record every move and load; 0 ends it."""
         self._ask("StoreTrace", trace)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the store has been closed."""
+        return self._closed
+
     def close(self) -> None:
         """Drops everything, ends background work, removes files. A second call does nothing."""
         self._closed = True

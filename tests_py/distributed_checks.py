@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from counting import Counted
+from counting import Counted, forwards
 from distributed_failures import failing, losing, restarts, waiting
 from distributed_models import adam, build, data, differences, loss_fn, mlp
 from eae_runtime import EAERuntime, EventType, RuntimeConfig
@@ -127,8 +127,7 @@ def counts(rank: int, world: int, microbatches: int) -> dict[str, Any]:
     runtime = EAERuntime(model, adam(model), config)
     for _ in range(3):
         runtime.train_step(x, loss_fn, y)
-    for block in model:
-        block.forwards = 0
+    forwards(model)
     most = 0
 
     def note(event: Any) -> None:
@@ -149,7 +148,7 @@ def counts(rank: int, world: int, microbatches: int) -> dict[str, Any]:
     lanes = {e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     runtime.close()
     return {
-        "forwards": [b.forwards for b in model],
+        "forwards": forwards(model),
         "placed": runtime._ranks.placed,
         "most": most,
         "started": sum(e.type == EventType.COMMUNICATION_START for e in log),

@@ -144,7 +144,7 @@ def restarts(rank: int, world: int) -> dict[str, Any]:
 
 
 class Slow(nn.Module):
-    """Ends or stops its process in the n-th forward."""
+    """Ends or stops its process in the n-th forward (what a rebuild counts is undone)."""
 
     def __init__(self, how: str, at: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def losing(rank: int, world: int, how: str, timeout: float) -> dict[str, Any]:
     x, y = data("mlp", 8)
     model = nn.Sequential(
         *[nn.Linear(WIDTH, WIDTH) for _ in range(world - 1)],
-        Slow(how, 6 if rank == world - 1 else -1),
+        Slow(how, 4 if rank == world - 1 else -1),
         nn.Linear(WIDTH, 3),
     )
     runtime = EAERuntime(

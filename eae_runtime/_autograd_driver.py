@@ -1,0 +1,555 @@
+"""The autograd driver: blocks behind a model's own forward, driven by the user's `loss.backward()`.
+
+Note [Who drives]
+    The model's forward and PyTorch's engine keep the order. A block's forward is replaced by a `Door`: it runs the
+    block without a graph and puts one node in its place. The node's backward rebuilds the block from its inputs and
+    takes the VJP. Every leaf that the block reads is an input of the node, so that accumulation, hooks, DDP's buckets,
+    its search for unused parameters and shared weights stay with the outer engine.
+
+Note [Shared tensors pass through the nodes]
+    A tensor that several blocks take (an encoder's output, a tied weight) gets its gradient in plain PyTorch as one sum
+    over all uses, from the last to the first. Sums made block by block have other last bits. So each node also gives
+    out an alias of such a tensor, and the next block that takes the tensor is given the alias instead: the sum so far
+    then comes to each node as the gradient of its alias, and is an extra root of the node's VJP.
+    Aliases hold for one forward of the whole model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _tree
+from ._ambient import Autocast, Generators
+from ._block_finder import find_blocks
+from ._checks import level
+from ._hooks import homes_of, restricted
+from ._leaves import capture, held_back
+from ._records import Environment, Facts, Record, RestartStep
+from ._waiting import Waiting
+from .adjoint import AdjointState
+from .blockcall import BlockCall
+from .boundary_store import BoundaryStore
+from .config import RuntimeConfig
+from .errors import BlockError, ConfigError, RebuildMismatchError
+from .pipeline import AdjointPipeline
+
+__all__ = ["Driver", "driver_of", "unwrap", "wrap"]
+
+# Repetitions of a block's run in which it does something new each time.
+_MOST_RUNS = 8
+
+
+class Driver:
+    """What the blocks of one wrapped model share.
+
+    names: of the blocks, in the order of the model. `forwards`: forwards of the whole model with grad mode on so far.
+    """
+
+    def __init__(self, config: RuntimeConfig, names: list[str], lasts: set[int]) -> None:
+        self.config = config
+        self.names = names
+        # The last block of each run of blocks: passes see the adjoint of its output too.
+        self.lasts = lasts
+        self.forwards = 0
+        self.doors: dict[int, Door] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self.pipeline = AdjointPipeline(list(self.config.passes))
+        self.generators = Generators()
+        self.autocast: Autocast | None = None
+        self.local = _Local()
+        self._waiting: Waiting | None = None
+        self._shared: tuple[Any, set[int]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "names": self.names, "lasts": self.lasts, "forwards": self.forwards}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.doors = {}
+        self._start()
+
+    @property
+    def calls(self) -> list[BlockCall]:
+        """The blocks, in order."""
+        return [self.doors[index].call for index in sorted(self.doors)]
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """Where boundaries wait; None if they stay on the device."""
+        if self._waiting is None and (self.config.tier != "device" or self.config.boundary_precision is not None):
+            config = self.config
+            self._waiting = Waiting(
+                BoundaryStore(
+                    precision=config.boundary_precision,
+                    pin_memory=config.pin_memory,
+                    tier=config.tier,
+                    directory=config.disk_dir,
+                    max_bytes=config.disk_max_bytes,
+                    is_async=config.scheduler == "async",
+                    timeout=config.timeout,
+                    keep_buffers=config.memory != "none",
+                ),
+                config.prefetch,
+            )
+        return self._waiting
+
+    def level(self, call: BlockCall) -> int:
+        """How closely the block is looked at in this run (see `_checks`)."""
+        if self.config.boundary_precision is not None:
+            return 0
+        step = self.forwards - 1 if self.local.aliases is not None else call.forwards
+        return level(self.config.verify_rebuild, call.index, step, len(self.names))
+
+    def shared_parameters(self) -> set[int]:
+        """The ids of the parameters that several blocks have registered."""
+        structures = [door.call.structure for door in self.doors.values()]
+        if self._shared is None or any(a is not b for a, b in zip(self._shared[0], structures, strict=True)):
+            seen: set[int] = set()
+            twice: set[int] = set()
+            for structure in structures:
+                for parameter in structure.parameters:
+                    (twice if id(parameter) in seen else seen).add(id(parameter))
+            self._shared = structures, twice
+        return self._shared[1]
+
+    def close(self) -> None:
+        """Gives back what the core holds."""
+        if self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
+        self.pipeline.close()
+
+
+class _Local(threading.local):
+    """In a forward of the whole model, the tensors that blocks have taken so far, by id, each with its latest alias."""
+
+    aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+class _Replaced:
+    """A module's forward, replaced by this object as an attribute of the module. Copies and pickles go with the
+    module."""
+
+    def __init__(self, module: nn.Module, driver: Driver) -> None:
+        self.module = module
+        self.driver = driver
+        # What stood there: an attribute of the instance, or nothing.
+        self.own: Any = module.__dict__.get("forward")
+        self.place = "forward"
+        if module._compiled_call_impl is not None:
+            self.place, self.own = "_compiled_call_impl", module._compiled_call_impl
+
+    def enter(self) -> None:
+        """Takes the place. Directly in the dictionary: a compiled module passes attributes on."""
+        self.module.__dict__[self.place] = self
+
+    def leave(self) -> None:
+        """Gives the place back."""
+        if self.own is None:
+            self.module.__dict__.pop(self.place, None)
+        else:
+            self.module.__dict__[self.place] = self.own
+
+    def inner(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class Root(_Replaced):
+    """The forward of the whole model: its beginning and end bound the life of aliases."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        local = self.driver.local
+        if not torch.is_grad_enabled() or local.aliases is not None or torch.compiler.is_compiling():
+            return self.inner(*args, **kwargs)
+        self.driver.forwards += 1
+        local.aliases = {}
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            local.aliases = None
+
+
+class Door(_Replaced):
+    """The forward of one block."""
+
+    def __init__(self, module: nn.Module, driver: Driver, index: int) -> None:
+        super().__init__(module, driver)
+        self.index = index
+        self._call: BlockCall | None = None
+        driver.doors[index] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {n: getattr(self, n) for n in ("module", "driver", "own", "place", "index")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._call = None
+        self.driver.doors[self.index] = self
+
+    @property
+    def call(self) -> BlockCall:
+        """Made when first asked for: a copy's module is not whole yet when its door is made."""
+        if self._call is None:
+            driver = self.driver
+            self._call = BlockCall(
+                self.module, driver.names[self.index], self.index, driver.config.compute_dtype, self._enter_block
+            )
+        return self._call
+
+    def _enter_block(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.inner(value)
+        args, kwargs = value
+        return self.inner(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or _is_transformed():
+            return self.inner(*args, **kwargs)
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+            tensors, shape = [args[0]], _tree.SINGLE
+        else:
+            tensors, shape = _tree.flatten((args, kwargs))
+        needs = tuple([t.requires_grad for t in tensors])
+        call = self.call
+        call.refresh()
+        if not call.structure.trainable and not any(needs):
+            return self.inner(*args, **kwargs)
+        driver = self.driver
+        env = Environment(driver.generators, _device_types(tensors, call), driver.autocast)
+        driver.autocast = env.autocast
+        env.check = lambda _: driver.level(call)
+        facts = call.facts_for(tensors, shape, needs, env.autocast)
+        if not facts.writes:
+            ran = self._run([t.detach() for t in tensors], shape, needs, env, facts)
+            if not facts.writes:
+                call.kept = None
+                return self._deliver(tensors, needs, *ran)
+            # The outer tensor has to change too, so only the block's own graph will do. Nothing has touched it yet.
+            with restricted(homes_of(call.structure.hooks[2:]), facts.live_hooks):
+                return self._keep(args, kwargs)
+        return self._keep(args, kwargs)
+
+    def _keep(self, args: Any, kwargs: Any) -> Any:
+        self.call.kept = "it writes its input in place"
+        return self.inner(*args, **kwargs)
+
+    def _run(
+        self,
+        tensors: list[torch.Tensor],
+        shape: _tree.Shape,
+        needs: tuple[bool, ...],
+        env: Environment,
+        facts: Facts,
+    ) -> tuple[list[torch.Tensor], tuple[bool, ...], Record]:
+        """Runs the block without a graph. A run that failed, or that shows that the block writes its input, leaves
+        everything as it was before."""
+        random = env.generators.read()
+        for _ in range(_MOST_RUNS):
+            undo: list[Record] = []
+            done = False
+            try:
+                outputs, out_needs, record, _ = self.call.forward(tensors, shape, needs, env, False, undo)
+                done = not facts.writes
+                return outputs, out_needs, record
+            except RestartStep:
+                if facts.writes:
+                    return [], (), undo[0]
+            finally:
+                if env.autocast.active:
+                    # What was cast for the block has no graph that goes on from here.
+                    torch.clear_autocast_cache()
+                if not done:
+                    for record in undo:
+                        record.undo()
+                    env.generators.write(random)
+        raise BlockError(f"{self.call.where()} does something new in every run of one forward")
+
+    def _deliver(
+        self,
+        tensors: list[torch.Tensor],
+        needs: tuple[bool, ...],
+        outputs: list[torch.Tensor],
+        out_needs: tuple[bool, ...],
+        record: Record,
+    ) -> Any:
+        """The block's outputs, those that need a gradient as outputs of its node."""
+        if any(out_needs):
+            run = _Run(self, record, tensors, needs, outputs, out_needs)
+            waiting = self.driver.waiting
+            with nullcontext() if waiting is None else waiting.saving(tensors, needs):
+                made = _Node.apply(run, *run.below)
+            made = made if isinstance(made, tuple) else (made,)
+            run.publish(made)
+            new = iter(made)
+            outputs = [next(new) if need else output for output, need in zip(outputs, out_needs, strict=True)]
+        return _tree.unflatten(outputs, record.out_shape)
+
+
+class _Run:
+    """One run of a block on its way to its node. `below` are the node's inputs: the boundary's tensors and the leaves,
+    each in its latest alias."""
+
+    def __init__(
+        self,
+        door: Door,
+        record: Record,
+        tensors: list[torch.Tensor],
+        needs: tuple[bool, ...],
+        outputs: list[torch.Tensor],
+        out_needs: tuple[bool, ...],
+    ) -> None:
+        self.door = door
+        self.record = record
+        self.leaves = record.facts.leaves
+        self.tensors: list[torch.Tensor] | None = tensors
+        self.needs = needs
+        self.outputs = [t for t, need in zip(outputs, out_needs, strict=True) if need]
+        self.out_needs = out_needs
+        aliases = door.driver.local.aliases
+        self.below: list[torch.Tensor] = [*tensors, *self.leaves]
+        # The numbers in `below` that get a new alias, and whether each number's gradient is complete after this block.
+        self.passing: list[int] = []
+        self.first = [True] * len(tensors)
+        if aliases is not None:
+            own = {id(p) for p in door.call.structure.parameters} - door.driver.shared_parameters()
+            for number, tensor in enumerate(self.below):
+                if number < len(tensors) and not needs[number]:
+                    continue
+                if number >= len(tensors) and id(tensor) in own:
+                    continue
+                self.passing.append(number)
+                known = aliases.get(id(tensor))
+                if known is not None:
+                    self.below[number] = known[1]
+                    if number < len(tensors):
+                        self.first[number] = False
+        self.originals = [[*tensors, *self.leaves][number] for number in self.passing]
+
+    def publish(self, made: tuple[torch.Tensor, ...]) -> None:
+        """Makes the node's aliases the latest ones."""
+        aliases = self.door.driver.local.aliases
+        if aliases is not None:
+            for tensor, alias in zip(self.originals, made[len(self.outputs) :], strict=True):
+                aliases[id(tensor)] = (tensor, alias)
+        self.originals = []
+        self.outputs = []
+        self.below = []
+        self.tensors = None
+
+
+class _Node(torch.autograd.Function):
+    """A block in the outer graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *below: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.count = len(run.outputs)
+        ctx.passing = run.passing
+        ctx.first = run.first
+        ctx.door, ctx.record, ctx.leaves, ctx.needs = run.door, run.record, run.leaves, run.needs
+        tensors = run.tensors
+        assert tensors is not None
+        ctx.save_for_backward(*tensors)
+        ctx.versions = _versions(run.door.call, run.leaves)
+        # Not the tensors that autograd knows: it would take an output for a view of an input.
+        return tuple([t.detach() for t in (*run.outputs, *run.originals)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        passing: list[int] = ctx.passing
+        sums = dict(zip(passing, grads[ctx.count :], strict=True))
+        count = len(ctx.needs) + len(ctx.leaves)
+        if all(grad is None for grad in grads[: ctx.count]):
+            # Only what later blocks found comes through.
+            return None, *[sums.get(number) for number in range(count)]
+        call: BlockCall = ctx.door.call
+        if torch.is_grad_enabled():
+            raise BlockError(
+                f"{call.where()}: backward(create_graph=True) asks for a graph of the gradients, which a rebuilt block "
+                "does not have; leave this block out of wrap(), or unwrap() the model"
+            )
+        tensors = list(ctx.saved_tensors)
+        _check_versions(call, ctx.versions)
+        return None, *_reverse(ctx.door, ctx.record, ctx.leaves, tensors, list(grads[: ctx.count]), sums, ctx.first)
+
+
+def _reverse(
+    door: Door,
+    record: Record,
+    leaves: list[torch.Tensor],
+    tensors: list[torch.Tensor],
+    grads: list[torch.Tensor | None],
+    sums: dict[int, torch.Tensor | None],
+    first: list[bool],
+) -> list[torch.Tensor | None]:
+    """Rebuilds the block and takes its VJP: the gradients of its inputs and leaves, with the sums so far."""
+    call, driver = door.call, door.driver
+    env = Environment(driver.generators, ("cpu",))
+    resume = env.generators.read()
+    if call.index in driver.lasts:
+        grads = _passed(driver, call, call.index + 1, grads, [True] * len(grads))
+    try:
+        with torch.enable_grad():
+            rebuilt = call.rebuild(record, [t.detach() for t in tensors], env, (call.index, "R", 0))
+            new = call.learn_leaves(record, rebuilt)
+            known = {id(leaf) for leaf in leaves}
+            if any(id(leaf) not in known for leaf in new):
+                raise RestartStep(call.where() + " reads a leaf that it did not read before")
+            outputs = [t for t in rebuilt.outputs if t.requires_grad]
+            roots = [t for t, grad in zip(outputs, grads, strict=True) if grad is not None]
+            cotangents = [grad for grad in grads if grad is not None]
+            below = [*rebuilt.inputs, *leaves]
+            for number, total in sums.items():
+                root = below[number]
+                if total is not None and root is not None:
+                    roots.append(root)
+                    cotangents.append(total)
+            rebuilt.outputs = outputs = []
+            wanted = [t for t in below if t is not None]
+            # The leaves' hooks are the outer engine's to call.
+            with held_back(leaves):
+                found = iter(capture(roots, cotangents, wanted))
+    except RestartStep as restart:
+        raise RebuildMismatchError(f"{restart}; it is remembered now: run forward and backward again") from None
+    finally:
+        env.generators.write(resume)
+    gradients = [None if t is None else next(found) for t in below]
+    inputs = len(rebuilt.inputs)
+    return _passed(driver, call, call.index, gradients[:inputs], first) + gradients[inputs:]
+
+
+def _passed(
+    driver: Driver, call: BlockCall, layer: int, grads: list[torch.Tensor | None], whole: list[bool]
+) -> list[torch.Tensor | None]:
+    """The adjoints of one boundary behind the passes; those that are not `whole` yet are left alone."""
+    numbers = [n for n, grad in enumerate(grads) if grad is not None and whole[n]]
+    if not len(driver.pipeline) or not numbers:
+        return grads
+    states = [AdjointState(tensor=grads[n], layer_id=layer, block=call.name) for n in numbers]
+    made = driver.pipeline.run_all(states, {"block_index": layer, "block_name": call.name})
+    result = list(grads)
+    for n, state in zip(numbers, made, strict=True):
+        result[n] = state.tensor
+    return result
+
+
+def _versions(call: BlockCall, leaves: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(t, t._version) for t in call.structure.parameters] + [(t, t._version) for t in leaves]
+
+
+def _check_versions(call: BlockCall, versions: list[tuple[torch.Tensor, int]]) -> None:
+    for tensor, version in versions:
+        if tensor._version != version:
+            names = [name for name, p in call.module.named_parameters() if p is tensor]
+            what = f"parameter {names[0]!r}" if names else f"a leaf of shape {list(tensor.shape)}"
+            raise RebuildMismatchError(
+                f"{call.where()}: {what} was changed in place between forward and backward; call backward() before "
+                "optimizer.step()"
+            )
+
+
+def _device_types(tensors: list[torch.Tensor], call: BlockCall) -> tuple[str, ...]:
+    devices = {t.device.type for t in tensors} | {p.device.type for p in call.structure.parameters[:1]}
+    return ("cpu", *sorted(devices - {"cpu", "meta"}))
+
+
+def _is_transformed() -> bool:
+    """Whether the forward is being traced or transformed: then the block's own forward has to be seen."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def wrap(model: nn.Module, config: RuntimeConfig | None = None, blocks: Iterable[str] | None = None) -> nn.Module:
+    """Makes the repeated layers of `model` into blocks that keep only their inputs for the backward and are rebuilt
+    there, bit for bit. Returns the same model; everything else about it stays: its class, `state_dict`, hooks, the
+    training code with its own `loss.backward()` and optimizer.
+
+    config: see RuntimeConfig. Of its fields, passes, boundary_tier, boundary_offload, boundary_precision, prefetch,
+    disk_dir, disk_max_bytes, timeout, pin_memory, compute_dtype, memory and verify_rebuild apply, and the schedulers
+    "sequential" and "async" (moves to tiers run ahead); the rest raises ConfigError.
+    blocks: names of modules, with `*` and `?` (`["encoder.layer.*", "head"]`); None: the layers of an nn.Sequential, or
+    those of the longest nn.ModuleList of one class.
+
+    A block that writes to its input in place keeps its graph as in plain PyTorch. `unwrap` undoes this. Copies and
+    pickles of the model are wrapped alike.
+
+    Raises ConfigError when no blocks are found, a name is wrong, or the model is wrapped already.
+    """
+    config = config if config is not None else RuntimeConfig()
+    _check_config(model, config)
+    found = find_blocks(model, blocks)
+    names = [name for name, _ in found]
+    lasts = {i for i, name in enumerate(names) if i + 1 == len(names) or _home(names[i + 1]) != _home(name)}
+    driver = Driver(config, names, lasts)
+    for index, (_, module) in enumerate(found):
+        Door(module, driver, index).enter()
+    if model not in {module for _, module in found}:
+        Root(model, driver).enter()
+    return model
+
+
+def _home(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _check_config(model: nn.Module, config: RuntimeConfig) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"wrap() takes an nn.Module, not {type(model).__name__}")
+    if not isinstance(config, RuntimeConfig):
+        raise ConfigError(f"config is {type(config).__name__}; it has to be a RuntimeConfig")
+    config.validate()
+    if any(_door_of(module) is not None for module in model.modules()):
+        raise ConfigError("this model is wrapped already; unwrap() it first")
+    if config.scheduler not in ("sequential", "async"):
+        raise ConfigError(
+            f"scheduler={config.scheduler!r}: under wrap() the model's own forward and the engine keep the order; "
+            "allowed is 'sequential', 'async'"
+        )
+    for name, default in (("num_microbatches", 1), ("grad_clip_norm", None), ("random_streams", None)):
+        if getattr(config, name) != default:
+            raise ConfigError(f"{name} has no effect under wrap(): the training code decides that; leave it out")
+
+
+def _door_of(module: nn.Module) -> _Replaced | None:
+    for place in ("forward", "_compiled_call_impl"):
+        found = module.__dict__.get(place)
+        if isinstance(found, _Replaced):
+            return found
+    return None
+
+
+def driver_of(model: nn.Module) -> Driver:
+    """The driver of a wrapped model. Raises ConfigError for one that is not wrapped."""
+    for module in model.modules():
+        door = _door_of(module)
+        if door is not None:
+            return door.driver
+    raise ConfigError(f"{type(model).__name__} is not wrapped")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Undoes `wrap`: the model's forwards are its own again. Returns the model. Does nothing for one that is not
+    wrapped."""
+    drivers: dict[int, Driver] = {}
+    for module in model.modules():
+        door = _door_of(module)
+        if door is not None:
+            door.leave()
+            drivers[id(door.driver)] = door.driver
+    for driver in drivers.values():
+        driver.close()
+    return model
