@@ -17,6 +17,7 @@ Note [Shared tensors pass through the nodes]
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -66,7 +67,8 @@ class Driver:
         self.autocast: Autocast | None = None
         self.local = _Local()
         self._waiting: Waiting | None = None
-        self._shared: tuple[Any, set[int]] | None = None
+        # By id of a leaf, the blocks that read it.
+        self._readers: dict[int, set[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "names": self.names, "lasts": self.lasts, "forwards": self.forwards}
@@ -108,17 +110,14 @@ class Driver:
         step = self.forwards - 1 if self.local.aliases is not None else call.forwards
         return level(self.config.verify_rebuild, call.index, step, len(self.names))
 
-    def shared_parameters(self) -> set[int]:
-        """The ids of the parameters that several blocks have registered."""
-        structures = [door.call.structure for door in self.doors.values()]
-        if self._shared is None or any(a is not b for a, b in zip(self._shared[0], structures, strict=True)):
-            seen: set[int] = set()
-            twice: set[int] = set()
-            for structure in structures:
-                for parameter in structure.parameters:
-                    (twice if id(parameter) in seen else seen).add(id(parameter))
-            self._shared = structures, twice
-        return self._shared[1]
+    def note_readers(self, index: int, leaves: list[torch.Tensor]) -> None:
+        """Remembers that a block reads these leaves."""
+        for leaf in leaves:
+            self._readers.setdefault(id(leaf), set()).add(index)
+
+    def is_shared(self, leaf: torch.Tensor) -> bool:
+        """Whether several blocks were seen to read the leaf."""
+        return len(self._readers[id(leaf)]) > 1
 
     def close(self) -> None:
         """Gives back what the core holds."""
@@ -186,15 +185,20 @@ class Door(_Replaced):
     def __init__(self, module: nn.Module, driver: Driver, index: int) -> None:
         super().__init__(module, driver)
         self.index = index
-        self._call: BlockCall | None = None
+        self._start()
         driver.doors[index] = self
+
+    def _start(self) -> None:
+        self._call: BlockCall | None = None
+        # By mode and shape, why the block keeps its graph.
+        self._kept: weakref.WeakKeyDictionary[Facts, str] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         return {n: getattr(self, n) for n in ("module", "driver", "own", "place", "index")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._call = None
+        self._start()
         self.driver.doors[self.index] = self
 
     @property
@@ -230,19 +234,35 @@ class Door(_Replaced):
         driver.autocast = env.autocast
         env.check = lambda _: driver.level(call)
         facts = call.facts_for(tensors, shape, needs, env.autocast)
-        if not facts.writes:
+        reason = self._kept.get(facts)
+        if reason is None:
             ran = self._run([t.detach() for t in tensors], shape, needs, env, facts)
-            if not facts.writes:
+            reason = self._kept.get(facts)
+            if reason is None:
                 call.kept = None
                 return self._deliver(tensors, needs, *ran)
-            # The outer tensor has to change too, so only the block's own graph will do. Nothing has touched it yet.
+            # Nothing outside has been touched yet, and the hooks that only watch have been called.
             with restricted(homes_of(call.structure.hooks[2:]), facts.live_hooks):
-                return self._keep(args, kwargs)
-        return self._keep(args, kwargs)
+                return self._keep(reason, args, kwargs)
+        return self._keep(reason, args, kwargs)
 
-    def _keep(self, args: Any, kwargs: Any) -> Any:
-        self.call.kept = "it writes its input in place"
+    def _keep(self, reason: str, args: Any, kwargs: Any) -> Any:
+        self.call.kept = reason
         return self.inner(*args, **kwargs)
+
+    def _why_kept(
+        self, tensors: list[torch.Tensor], outputs: list[torch.Tensor], out_needs: tuple[bool, ...], facts: Facts
+    ) -> str | None:
+        """Why only the block's own graph will do, if so."""
+        if facts.writes:
+            # The outer tensor has to change too.
+            return "it writes its input in place"
+        given = {t.untyped_storage().data_ptr() for t in tensors}
+        made = [t.untyped_storage().data_ptr() for t, need in zip(outputs, out_needs, strict=True) if need]
+        if made and all(pointer in given for pointer in made):
+            # There is nothing to save, and what is written to the output later is written to the boundary.
+            return "its outputs are views of its inputs"
+        return None
 
     def _run(
         self,
@@ -252,7 +272,7 @@ class Door(_Replaced):
         env: Environment,
         facts: Facts,
     ) -> tuple[list[torch.Tensor], tuple[bool, ...], Record]:
-        """Runs the block without a graph. A run that failed, or that shows that the block writes its input, leaves
+        """Runs the block without a graph. A run that failed, or one that shows a reason to keep the graph, leaves
         everything as it was before."""
         random = env.generators.read()
         for _ in range(_MOST_RUNS):
@@ -260,10 +280,14 @@ class Door(_Replaced):
             done = False
             try:
                 outputs, out_needs, record, _ = self.call.forward(tensors, shape, needs, env, False, undo)
-                done = not facts.writes
+                reason = self._why_kept(tensors, outputs, out_needs, facts)
+                if reason is not None:
+                    self._kept[facts] = reason
+                done = reason is None
                 return outputs, out_needs, record
             except RestartStep:
                 if facts.writes:
+                    self._kept[facts] = "it writes its input in place"
                     return [], (), undo[0]
             finally:
                 if env.autocast.active:
@@ -322,11 +346,15 @@ class _Run:
         self.passing: list[int] = []
         self.first = [True] * len(tensors)
         if aliases is not None:
-            own = {id(p) for p in door.call.structure.parameters} - door.driver.shared_parameters()
+            driver = door.driver
+            driver.note_readers(door.index, self.leaves)
+            # As long as nobody knows what others read, every leaf passes.
+            learning = record.facts.seen <= 1
             for number, tensor in enumerate(self.below):
-                if number < len(tensors) and not needs[number]:
-                    continue
-                if number >= len(tensors) and id(tensor) in own:
+                if number < len(tensors):
+                    if not needs[number]:
+                        continue
+                elif not learning and not driver.is_shared(tensor) and id(tensor) not in aliases:
                     continue
                 self.passing.append(number)
                 known = aliases.get(id(tensor))
@@ -433,13 +461,13 @@ def _passed(
     driver: Driver, call: BlockCall, layer: int, grads: list[torch.Tensor | None], whole: list[bool]
 ) -> list[torch.Tensor | None]:
     """The adjoints of one boundary behind the passes; those that are not `whole` yet are left alone."""
-    numbers = [n for n, grad in enumerate(grads) if grad is not None and whole[n]]
-    if not len(driver.pipeline) or not numbers:
+    chosen = [(n, grad) for n, grad in enumerate(grads) if grad is not None and whole[n]]
+    if not len(driver.pipeline) or not chosen:
         return grads
-    states = [AdjointState(tensor=grads[n], layer_id=layer, block=call.name) for n in numbers]
+    states = [AdjointState(tensor=grad, layer_id=layer, block=call.name) for _, grad in chosen]
     made = driver.pipeline.run_all(states, {"block_index": layer, "block_name": call.name})
     result = list(grads)
-    for n, state in zip(numbers, made, strict=True):
+    for (n, _), state in zip(chosen, made, strict=True):
         result[n] = state.tensor
     return result
 

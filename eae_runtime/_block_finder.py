@@ -109,7 +109,4 @@ def _of_one_class(module: nn.ModuleList | nn.Sequential) -> bool:
 def _apart(module: nn.Module, others: Iterable[nn.Module]) -> bool:
     """Whether a module neither holds one of the others nor lies within one. It may be one of them."""
     parts = set(module.modules())
-    for other in others:
-        if other is not module and (other in parts or module in set(other.modules())):
-            return False
-    return True
+    return not any(other is not module and (other in parts or module in set(other.modules())) for other in others)

@@ -116,6 +116,7 @@ class Facts:
     """What is known of a block in one mode, for one class of input shapes."""
 
     __slots__ = (
+        "__weakref__",
         "changing",
         "differentiable",
         "draws",
