@@ -16,7 +16,7 @@ _FIRST_STEPS = 2
 def level(mode: str, block: int, step: int, blocks: int) -> int:
     """How closely block `block` of `blocks` is looked at in step `step`, both from 0.
 
-    "sample": every block in the first two steps, then one block a step in turn. Every second time that its turn comes,
+    "sample": every block in the first two steps, then one block a step in turn. Every fourth time that its turn comes,
     a block runs in grad mode and is looked at as at first sight: does it write to its input, draw from other
     generators, hand tensors of its graph out, change other state than before?
     """
@@ -26,4 +26,4 @@ def level(mode: str, block: int, step: int, blocks: int) -> int:
         return COMPARED
     if step % blocks != block:
         return COMPARED if mode == "always" else 0
-    return LEARNT_ANEW if step // blocks % 2 else COMPARED
+    return LEARNT_ANEW if step // blocks % 4 == 3 else COMPARED

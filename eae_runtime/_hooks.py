@@ -10,7 +10,7 @@ Note [Which hooks a rebuild calls]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,10 +27,15 @@ Home = dict[int, Any]
 HookKey = tuple[int, int]
 
 
-def homes_of(own: Iterable[Home]) -> list[Home]:
-    """The dictionaries of forward hooks that have hooks in them: those given and those of all modules."""
-    everywhere = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
-    return [home for home in (*own, *everywhere) if home]
+_EVERYWHERE: tuple[Home, Home] = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
+
+
+def homes_of(own: Sequence[Home]) -> Sequence[Home]:
+    """The dictionaries of forward hooks that have hooks in them: `own`, and those that hold for all modules."""
+    for home in _EVERYWHERE:
+        if home:
+            return [*own, *[home for home in _EVERYWHERE if home]]
+    return own
 
 
 def _look(values: tuple[Any, ...]) -> list[tuple[int, bool, int]]:
@@ -51,7 +56,7 @@ def _noting(hook: Callable[..., Any], key: HookKey, live: set[HookKey]) -> Calla
 
 
 @contextmanager
-def noted(homes: list[Home], live: set[HookKey]) -> Iterator[None]:
+def noted(homes: Sequence[Home], live: set[HookKey]) -> Iterator[None]:
     """While the block runs, adds the hooks that take part in the computation to `live`."""
     saved = [(home, dict(home)) for home in homes]
     for home, hooks in saved:
@@ -68,7 +73,7 @@ def noted(homes: list[Home], live: set[HookKey]) -> Iterator[None]:
 
 
 @contextmanager
-def restricted(homes: list[Home], live: set[HookKey]) -> Iterator[None]:
+def restricted(homes: Sequence[Home], live: set[HookKey]) -> Iterator[None]:
     """While the block runs, only the hooks in `live` are there."""
     saved = [(home, dict(home)) for home in homes]
     for home, hooks in saved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Protocol
 
 import torch
 
@@ -14,38 +15,39 @@ __all__ = ["Pins", "pin", "running"]
 class Pins:
     """The pinned tensors of one run of a block, in the order of the calls. While `replaying`, they are given out."""
 
-    __slots__ = ("_next", "kept", "replaying")
+    __slots__ = ("_kept", "_next", "_replaying")
 
-    def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
-        self.replaying = False
+    def __init__(self, of: Pins | None = None, *, replaying: bool = False) -> None:
+        """of: the pins of the forward, for a rebuild."""
+        self._kept: list[torch.Tensor] = [] if of is None else of._kept
+        self._replaying = replaying
         self._next = 0
 
-    def replay(self) -> Pins:
-        """The same tensors, to be given out from the first one on."""
-        copy = Pins()
-        copy.kept, copy.replaying = self.kept, True
-        return copy
-
     def handle(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self.replaying:
-            self.kept.append(tensor.clone())
+        if not self._replaying:
+            self._kept.append(tensor.clone())
             return tensor
-        if self._next == len(self.kept):
+        if self._next == len(self._kept):
             raise RebuildMismatchError(
-                f"pin() is called more often in the rebuild than in the forward ({len(self.kept)} times): call it "
+                f"pin() is called more often in the rebuild than in the forward ({len(self._kept)} times): call it "
                 "under conditions that depend on the block's input or on pinned values alone"
             )
-        kept = self.kept[self._next]
+        kept = self._kept[self._next]
         self._next += 1
         # The block may write to what it is given.
         return kept.clone()
 
 
-class _Running(threading.local):
-    """The pins of the run that the calling thread is in."""
+class Holder(Protocol):
+    """A run of a block, with its pins once there are any."""
 
-    pins: Pins | None = None
+    pins: Pins | None
+
+
+class _Running(threading.local):
+    """The run of a block that the calling thread is in."""
+
+    run: Holder | None = None
 
 
 running = _Running()
@@ -67,4 +69,9 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
             "pin() was given a tensor that requires grad, and no gradient passes a pin; pin the choice made from it "
             "(an index, a mask), or its detach()"
         )
-    return tensor if running.pins is None else running.pins.handle(tensor)
+    run = running.run
+    if run is None:
+        return tensor
+    if run.pins is None:
+        run.pins = Pins()
+    return run.pins.handle(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -188,16 +188,16 @@ class Record:
         self.random = random
         self.autocast = autocast
         # What the run changed of the modules' state.
-        self.state: list[Entry] = []
+        self.state: Sequence[Entry] = ()
         # Generators of the host's side that the block draws from, with their states before the run.
-        self.sources: list[tuple[Any, Any]] = []
+        self.sources: Sequence[tuple[Any, Any]] = ()
         self.pins: Pins | None = None
         # The forward hooks that took part in the run; None where there were no hooks.
         self.hooks: set[HookKey] | None = None
         # Of the outputs and of the inputs, where the rebuild is going to be compared.
         self.prints: tuple[list[Fingerprint], list[Fingerprint]] | None = None
         self.out_shape: _tree.Shape = _tree.SINGLE
-        self.out_meta: list[tuple[torch.Size, torch.dtype]] = []
+        self.out_meta: Sequence[tuple[torch.Size, torch.dtype]] = ()
 
     def for_input(self, needs: tuple[bool, ...]) -> Record:
         """The same run, rebuilt with gradients for other inputs."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -205,14 +205,14 @@ def _is_foreign(tensor: torch.Tensor) -> bool:
     return (tensor.requires_grad and tensor.is_leaf) or tensor.is_meta or tensor.layout is not torch.strided
 
 
-def put_back(entries: list[Entry]) -> None:
+def put_back(entries: Sequence[Entry]) -> None:
     """Undoes what a run changed."""
     for entry in entries:
         entry.restore()
 
 
 @contextmanager
-def swapped(entries: list[Entry]) -> Iterator[None]:
+def swapped(entries: Sequence[Entry]) -> Iterator[None]:
     """Copies of the pre-images in the places of what the run changed; afterwards what stands there now comes back."""
     now = [entry.now() for entry in entries]
     for entry in entries:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _checks, _pins, _tree
+from . import _checks, _tree
 from ._ambient import Autocast, read_source, write_source
 from ._bits import same_bits, same_random
 from ._diagnosis import explain
 from ._fingerprint import fingerprint, first_difference
-from ._hooks import homes_of, noted, restricted
+from ._hooks import _EVERYWHERE, homes_of, noted, restricted
 from ._pins import Pins
+from ._pins import running as _running
 from ._records import Environment, Facts, Rebuilt, Record, RestartStep
 from ._runs import BlockRuns
 from ._state import Watch, swapped
@@ -54,7 +55,7 @@ class BlockCall(BlockRuns):
             type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in module.modules()
         )
         self._last: tuple[Any, Any, Any, tuple[bool, ...], Autocast, Facts] | None = None
-        self._hook_homes = self.structure.hooks[0 if entry is None else 2 :]
+        self._hook_homes = self._find_hooks()
         self.label = "reconstruct:" + name
         # Runs that kept no graph, and rebuilds.
         self.forwards = 0
@@ -73,8 +74,12 @@ class BlockCall(BlockRuns):
         """Looks at the module anew if it is not what it was."""
         if not self.structure.holds():
             self.structure = Structure(self.module)
-            self._hook_homes = self.structure.hooks[0 if self._entry is self.module else 2 :]
+            self._hook_homes = self._find_hooks()
             self._last = None
+
+    def _find_hooks(self) -> list[dict[int, Any]]:
+        """The dictionaries of forward hooks within the block that have hooks in them."""
+        return [home for home in self.structure.hooks[0 if self._entry is self.module else 2 :] if home]
 
     def facts_for(
         self, tensors: Sequence[torch.Tensor], shape: _tree.Shape, needs: tuple[bool, ...], autocast: Autocast
@@ -128,11 +133,12 @@ class BlockCall(BlockRuns):
             facts = self.facts_for(tensors, shape, needs, autocast)
         check = 0 if keep_graph else env.check(self.index)
         compare = facts.seen > 0 and facts.no_grad is None and not keep_graph and not self._always_grad
-        record = Record(facts, shape, needs, env.before(facts, compare or check > 0), autocast)
-        watching = facts.watched < _WATCHED or check > 0
+        relearn = check == _checks.LEARNT_ANEW
+        record = Record(facts, shape, needs, env.before(facts, compare or relearn), autocast)
+        watching = relearn or (not facts.learned if keep_graph else facts.seen < _WATCHED)
         if watching or facts.sources:
             record.read_sources(watching)
-        written = None if check == _checks.LEARNT_ANEW else facts.written_buffers
+        written = None if relearn else facts.written_buffers
         watch = (
             Watch(self.structure, written, facts.changing)
             if written is None or self.structure.buffers or facts.changing
@@ -142,12 +148,14 @@ class BlockCall(BlockRuns):
         if autocast.active:
             # Casts that were cached without a graph would cut the weights off.
             torch.clear_autocast_cache()
-        record.pins, outside = Pins(), _pins.running.pins
-        _pins.running.pins = record.pins
+        outside, _running.run = _running.run, record
         try:
-            rebuilt, outputs = self._run(tensors, shape, needs, facts, record, env, keep_graph, compare, check)
+            if compare or self._hook_homes or _EVERYWHERE[0] or _EVERYWHERE[1]:
+                rebuilt, outputs = self._run(tensors, shape, needs, facts, record, env, keep_graph, compare, check)
+            else:
+                rebuilt, outputs = self._run_one_way(tensors, shape, needs, facts, record, keep_graph, check)
         finally:
-            _pins.running.pins = outside
+            _running.run = outside
             # Also of a run that failed, so that it can be undone.
             if watch is not None:
                 self._note_changes(record, watch)
@@ -219,16 +227,17 @@ class BlockCall(BlockRuns):
         """Runs the block under `no_grad` and undoes what that did: its outputs, the generators after it, and what it
         left in the places of the state that earlier runs changed."""
         watch = Watch(self.structure, facts.written_buffers, facts.changing)
-        outside, _pins.running.pins = _pins.running.pins, Pins()
+        trial = Record(facts, shape, (), None, record.autocast)
+        outside, _running.run = _running.run, trial
         try:
-            outputs = self._run_no_grad(tensors, shape, facts, record)
+            outputs = self._run_no_grad(tensors, shape, facts, trial)
         except RestartStep:
             raise
         except Exception:
             # Whatever ails the trial, the run that counts shows it or does not have it.
             outputs = []
         finally:
-            _pins.running.pins = outside
+            _running.run = outside
         random = env.generators.read()
         entries, _, _ = watch.changes()
         left = []
@@ -307,8 +316,8 @@ class BlockCall(BlockRuns):
     ) -> tuple[Rebuilt, Any]:
         if record.random is not None:
             env.generators.write(record.random)
-        simple = env.reentered and not record.state and not record.sources and record.hooks is None
-        if simple and not (record.pins and record.pins.kept) and grad:
+        plain = not record.state and not record.sources and record.hooks is None and record.pins is None
+        if plain and env.reentered and grad:
             return self._run_with_graph(tensors, record.in_shape, record.needs, record.facts, learn=False)
         with self._as_at_forward(record), torch.set_grad_enabled(grad):
             return self._run_with_graph(tensors, record.in_shape, record.needs, record.facts, learn=False)
@@ -381,8 +390,10 @@ class BlockCall(BlockRuns):
             module.training = not training
         resume = [(source, read_source(source)) for source, _ in record.sources]
         record.write_sources()
-        outside = _pins.running.pins
-        _pins.running.pins = record.pins.replay() if record.pins is not None else None
+        again = Record(record.facts, record.in_shape, (), None, record.autocast)
+        # Without pins in the forward, one in the rebuild is one too many.
+        again.pins = Pins(record.pins, replaying=True)
+        outside, _running.run = _running.run, again
         homes = homes_of(self._hook_homes)
         try:
             if record.autocast.active:
@@ -395,7 +406,7 @@ class BlockCall(BlockRuns):
             ):
                 yield
         finally:
-            _pins.running.pins = outside
+            _running.run = outside
             for source, state in resume:
                 write_source(source, state)
             for module, training in changed:
