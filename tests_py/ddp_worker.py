@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autograd_driver import Driven
+from eae_runtime import wrap
 from eae_runtime._bits import same_bits
 from models import Attention, Recurrent, Residual
 
@@ -20,19 +20,18 @@ from models import Attention, Recurrent, Residual
 class Net(nn.Module):
     """A shared block, a block that is never used, and two of which each rank uses another one now and then."""
 
-    def __init__(self, driven: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        wrap = Driven if driven else lambda block: block
-        self.first = wrap(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)))
-        self.shared = wrap(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
-        self.between = wrap(Residual(8))
-        self.unused = wrap(nn.Linear(8, 8))
-        self.left = wrap(nn.Linear(8, 8))
-        self.right = wrap(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
-        self.rows = wrap(Recurrent(nn.LSTM, 8))
-        self.attention = wrap(Attention(8))
-        self.last = wrap(nn.Linear(8, 3))
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
+        self.shared = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.between = Residual(8)
+        self.unused = nn.Linear(8, 8)
+        self.left = nn.Linear(8, 8)
+        self.right = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+        self.rows = Recurrent(nn.LSTM, 8)
+        self.attention = Attention(8)
+        self.last = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
         x = self.between(self.shared(self.first(x)))
@@ -41,7 +40,7 @@ class Net(nn.Module):
 
 
 def names(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n.replace("module.", "").replace("inner.", ""): p for n, p in model.named_parameters()}
+    return {n.removeprefix("module."): p for n, p in model.named_parameters()}
 
 
 def compare(ours: nn.Module, plain: nn.Module, where: Any) -> int:
@@ -83,7 +82,10 @@ def work(rank: int, folder: str, bucket_view: bool) -> None:
         nets = []
         for driven in (True, False):
             net = DistributedDataParallel(
-                Net(driven), find_unused_parameters=True, gradient_as_bucket_view=bucket_view, bucket_cap_mb=1
+                wrap(Net(), blocks=["*"]) if driven else Net(),
+                find_unused_parameters=True,
+                gradient_as_bucket_view=bucket_view,
+                bucket_cap_mb=1,
             )
             nets.append((net, torch.optim.SGD(net.parameters(), lr=0.05)))
         for number in range(6):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from counting import Interior
 from eae_runtime import RuntimeConfig, unwrap, wrap
 from eae_runtime._autograd_driver import driver_of
 from eae_runtime.errors import ConfigError
@@ -88,6 +89,16 @@ def test_a_forward_that_was_set_on_the_instance_stays_in_force() -> None:
     own = ours.layers[0].__dict__["forward"].own
     unwrap(ours)
     assert ours.layers[0].__dict__["forward"] is own
+
+
+def test_nothing_but_the_input_is_kept() -> None:
+    model = wrap(nn.Sequential(*[Interior(8) for _ in range(4)]))
+    for _ in range(4):
+        Interior.forget()
+        loss = model(torch.randn(6, 8)).sum()
+        assert Interior.held() == 0
+        loss.backward()
+        assert Interior.peak == 2 * 6 and Interior.held() == 0
 
 
 # -- modes ---------------------------------------------------------------------------------------------------------
