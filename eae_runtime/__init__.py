@@ -17,6 +17,7 @@ from .errors import EAEError
 from .events import Event, EventBus, EventType
 from .forward_executor import ForwardExecutor
 from .memory import MemoryManager, MemoryPolicy, NullMemoryPolicy, PoolMemoryPolicy
+from .parity import verify
 from .pipeline import AdjointPipeline, PassManager
 from .profiler import Profiler
 from .reconstruction import ReconstructionEngine
@@ -63,5 +64,6 @@ __all__ = [
     "build_scheduler",
     "pin",
     "unwrap",
+    "verify",
     "wrap",
 ]

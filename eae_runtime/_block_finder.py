@@ -56,10 +56,13 @@ def _matches(key: str, pattern: str) -> bool:
 
 
 def repeated_layers(model: nn.Module) -> Named:
-    """The children of a model that is an nn.Sequential (those of nested ones in their place). Else the members of the
-    longest nn.ModuleList or nn.Sequential of one class, with every other module of that class which stands in such a
-    list; then the same for the longest list in what is left, and so on. Else the children of the longest nn.Sequential
-    within the model. Empty if there is nothing of the kind."""
+    """The layers that a model repeats; empty if there are none.
+
+    Of a model that is an nn.Sequential, its children (one that is an nn.Sequential of one class stands for its own
+    children). Else the members of the longest nn.ModuleList or nn.Sequential of one class, with every other module of
+    that class which stands in such a list; then the same for the longest list in what is left, and so on. Else the
+    children of the longest nn.Sequential within the model.
+    """
     if isinstance(model, nn.Sequential):
         return _children("", model)
     lists = [
@@ -92,7 +95,8 @@ def _children(prefix: str, model: nn.Sequential) -> Named:
     blocks: dict[int, tuple[str, nn.Module]] = {}
     for key, child in model.named_children():
         name = prefix + key
-        for found, module in _children(name + ".", child) if type(child) is nn.Sequential else [(name, child)]:
+        inner = child if isinstance(child, nn.Sequential) and _of_one_class(child) else None
+        for found, module in [(name, child)] if inner is None else _children(name + ".", inner):
             blocks.setdefault(id(module), (found, module))
     return list(blocks.values())
 

@@ -19,7 +19,7 @@ from torch.nn.modules import module as nn_module
 
 from . import _tree
 
-__all__ = ["HookKey", "homes_of", "noted", "restricted"]
+__all__ = ["EVERYWHERE", "HookKey", "homes_of", "look", "noted", "restricted"]
 
 Home = dict[int, Any]
 
@@ -27,18 +27,18 @@ Home = dict[int, Any]
 HookKey = tuple[int, int]
 
 
-_EVERYWHERE: tuple[Home, Home] = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
+EVERYWHERE: tuple[Home, Home] = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
 
 
 def homes_of(own: Sequence[Home]) -> Sequence[Home]:
     """The dictionaries of forward hooks that have hooks in them: `own`, and those that hold for all modules."""
-    for home in _EVERYWHERE:
+    for home in EVERYWHERE:
         if home:
-            return [*own, *[home for home in _EVERYWHERE if home]]
+            return [*own, *[home for home in EVERYWHERE if home]]
     return own
 
 
-def _look(values: tuple[Any, ...]) -> list[tuple[int, bool, int]]:
+def look(values: tuple[Any, ...]) -> list[tuple[int, bool, int]]:
     """What a hook can change about the tensors that it is given."""
     tensors = _tree.flatten(values)[0]
     return [(t._version if not t.is_inference() else 0, t.requires_grad, len(t._backward_hooks or ())) for t in tensors]
@@ -46,9 +46,9 @@ def _look(values: tuple[Any, ...]) -> list[tuple[int, bool, int]]:
 
 def _noting(hook: Callable[..., Any], key: HookKey, live: set[HookKey]) -> Callable[..., Any]:
     def call(module: torch.nn.Module, *values: Any) -> Any:
-        before = _look(values)
+        before = look(values)
         result = hook(module, *values)
-        if result is not None or _look(values) != before:
+        if result is not None or look(values) != before:
             live.add(key)
         return result
 

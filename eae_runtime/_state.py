@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ._bits import same_bits
-from ._structure import Structure, own_attributes
+from ._structure import MACHINERY, Structure, own_attributes
 
 __all__ = ["Entry", "Watch", "put_back", "swapped"]
 
@@ -196,7 +196,7 @@ class Watch:
             Entry(module.__dict__, name, MISSING)
             for module in self._structure.modules
             for name in module.__dict__
-            if name not in self._names[id(module)]
+            if name not in self._names[id(module)] and name not in MACHINERY
         ]
 
 

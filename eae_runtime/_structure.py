@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Structure", "own_attributes"]
+__all__ = ["MACHINERY", "Structure", "own_attributes"]
 
 _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
@@ -96,14 +96,14 @@ class Structure:
         return [*map(_training, self.modules)] == flags
 
 
-# What nn.Module keeps in a module's `__dict__` for itself.
-_MACHINERY = frozenset(nn.Module().__dict__)
+# What nn.Module keeps in a module's `__dict__` for itself, and how a module is called.
+MACHINERY = frozenset([*nn.Module().__dict__, "forward", "_compiled_call_impl"])
 
 
 def own_attributes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """The plain attributes of a module, and the members of its dictionaries, as (home, name, value)."""
     for name, value in module.__dict__.items():
-        if name in _MACHINERY or name == "forward":
+        if name in MACHINERY:
             continue
         yield module.__dict__, name, value
         if type(value) is dict:
@@ -131,7 +131,7 @@ def _generators(modules: list[nn.Module]) -> list[Any]:
 def _held(module: nn.Module) -> Iterator[Any]:
     functions: list[Any] = [getattr(type(module), "forward", None)]
     for name, value in module.__dict__.items():
-        if name in _MACHINERY:
+        if name in MACHINERY:
             continue
         if isinstance(value, (list, tuple)):
             yield from value

@@ -15,7 +15,7 @@ from ._ambient import Autocast, read_source, write_source
 from ._bits import same_bits, same_random
 from ._diagnosis import explain
 from ._fingerprint import fingerprint, first_difference
-from ._hooks import _EVERYWHERE, homes_of, noted, restricted
+from ._hooks import EVERYWHERE, homes_of, noted, restricted
 from ._pins import Pins
 from ._pins import running as _running
 from ._records import Environment, Facts, Rebuilt, Record, RestartStep
@@ -150,7 +150,7 @@ class BlockCall(BlockRuns):
             torch.clear_autocast_cache()
         outside, _running.run = _running.run, record
         try:
-            if compare or self._hook_homes or _EVERYWHERE[0] or _EVERYWHERE[1]:
+            if compare or self._hook_homes or EVERYWHERE[0] or EVERYWHERE[1]:
                 rebuilt, outputs = self._run(tensors, shape, needs, facts, record, env, keep_graph, compare, check)
             else:
                 rebuilt, outputs = self._run_one_way(tensors, shape, needs, facts, record, keep_graph, check)

@@ -227,8 +227,9 @@ def test_finding_blocks() -> None:
 
     names = driver_of(wrap(Stages())).names
     assert names == [f"stages.{s}.blocks.{b}" for s, n in ((0, 2), (1, 6)) for b in range(n)]
-    nested = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
-    assert driver_of(wrap(nested)).names == ["0", "1.0", "1.1", "2"]
+    inner = nn.Sequential(Layer(4), Layer(4))
+    nested = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), inner, nn.Linear(4, 2))
+    assert driver_of(wrap(nested)).names == ["0", "1", "2.0", "2.1", "3"]
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
