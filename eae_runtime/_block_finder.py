@@ -102,12 +102,13 @@ def _children(prefix: str, model: nn.Sequential) -> Named:
 
 
 def _of_one_class(module: nn.ModuleList | nn.Sequential) -> bool:
+    """Whether a list's members are layers of one class. Lists of lists are not: their members' members are."""
     children = list(module)
-    return (
-        len(children) > 1
-        and len({type(child) for child in children}) == 1
-        and any(True for _ in children[0].parameters())
-    )
+    if len(children) < 2 or len({type(child) for child in children}) > 1:
+        return False
+    if any(isinstance(c, nn.ModuleList) or (isinstance(c, nn.Sequential) and _of_one_class(c)) for c in children):
+        return False
+    return any(True for _ in children[0].parameters())
 
 
 def _apart(module: nn.Module, others: Iterable[nn.Module]) -> bool:

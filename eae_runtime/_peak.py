@@ -25,8 +25,9 @@ def peak_bytes(run: Callable[[], object], devices: Sequence[torch.device]) -> in
         run()
     now = most = 0
     assert profile.kineto_results is not None
-    for event in profile.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
+    # A node's backward may run on another thread; each thread's events come together.
+    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
     return most

@@ -179,7 +179,7 @@ def verify(
         expected, again = plain.outcome(bench), plain.outcome(bench)
         report.unstable = [f"{d.kind} {d.name}" for d in compare(again, expected)]
         report.compared = _counted(expected)
-        report.peak_plain = peak_bytes(lambda: plain.run(bench.begin()), _devices(bench))
+        report.peak_plain = _peak(plain, bench)
         bench.begin()
         side = _Chain(model, config, loss_fn) if driver == "chain" else _Wrapped(modules, config, loss_fn, call, blocks)
         _run_ours(side, bench, expected, report)
@@ -207,13 +207,14 @@ def _run_ours(side: _Side, bench: Bench, expected: Outcome, report: Report) -> N
                 BlockLine(c.name, c.forwards - f, c.rebuilds - r, c.kept)
                 for c, (f, r) in zip(side.calls(), before, strict=True)
             ]
-        report.peak = peak_bytes(lambda: side.run(bench.begin()), _devices(bench))
+        report.peak = _peak(side, bench)
     except Exception as error:
         report.differences.append(Difference("error", type(error).__name__, str(error)))
 
 
-def _devices(bench: Bench) -> list[torch.device]:
-    return list(dict.fromkeys(p.device for p in bench.modules.parameters()))
+def _peak(side: _Side, bench: Bench) -> int:
+    inputs = bench.begin()
+    return peak_bytes(lambda: side.run(inputs), list(dict.fromkeys(p.device for p in bench.modules.parameters())))
 
 
 def _counted(outcome: Outcome) -> dict[str, int]:
