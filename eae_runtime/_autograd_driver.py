@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,7 +40,7 @@ from .config import RuntimeConfig
 from .errors import BlockError, ConfigError, RebuildMismatchError
 from .pipeline import AdjointPipeline
 
-__all__ = ["Driver", "driver_of", "unwrap", "wrap"]
+__all__ = ["Driver", "attach", "driver_of", "unwrap", "wrap"]
 
 # Repetitions of a block's run in which it does something new each time.
 _MOST_RUNS = 8
@@ -67,6 +67,7 @@ class Driver:
         self.autocast: Autocast | None = None
         self.local = _Local()
         self._waiting: Waiting | None = None
+        self.tell: Callable[[BlockCall, Sequence[torch.Tensor | None]], None] | None = None
         # By id of a leaf, the blocks that read it.
         self._readers: dict[int, set[int]] = {}
 
@@ -118,6 +119,19 @@ class Driver:
     def is_shared(self, leaf: torch.Tensor) -> bool:
         """Whether several blocks were seen to read the leaf."""
         return len(self._readers[id(leaf)]) > 1
+
+    def use(
+        self,
+        pipeline: AdjointPipeline,
+        store: BoundaryStore,
+        generators: Generators,
+        tell: Callable[[BlockCall, Sequence[torch.Tensor | None]], None],
+    ) -> None:
+        """Takes another owner's parts in place of its own; the owner closes them. `tell` is called after each VJP with
+        the gradients of the block's inputs."""
+        self.pipeline, self.generators, self.tell = pipeline, generators, tell
+        if store.offload or store.precision is not None:
+            self._waiting = Waiting(store, self.config.prefetch)
 
     def close(self) -> None:
         """Gives back what the core holds."""
@@ -454,6 +468,8 @@ def _reverse(
         env.generators.write(resume)
     gradients = [None if t is None else next(found) for t in below]
     inputs = len(rebuilt.inputs)
+    if driver.tell is not None:
+        driver.tell(call, gradients[:inputs])
     return _passed(driver, call, call.index, gradients[:inputs], first) + gradients[inputs:]
 
 
@@ -519,6 +535,14 @@ def wrap(model: nn.Module, config: RuntimeConfig | None = None, blocks: Iterable
     """
     config = config if config is not None else RuntimeConfig()
     _check_config(model, config)
+    attach(model, config, blocks)
+    return model
+
+
+def attach(model: nn.Module, config: RuntimeConfig, blocks: Iterable[str] | None = None) -> Driver:
+    """Wraps a model without looking at the config. Returns its driver."""
+    if any(_door_of(module) is not None for module in model.modules()):
+        raise ConfigError("this model is wrapped already; unwrap() it first")
     found = find_blocks(model, blocks)
     names = [name for name, _ in found]
     lasts = {i for i, name in enumerate(names) if i + 1 == len(names) or _home(names[i + 1]) != _home(name)}
@@ -527,7 +551,7 @@ def wrap(model: nn.Module, config: RuntimeConfig | None = None, blocks: Iterable
         Door(module, driver, index).enter()
     if model not in {module for _, module in found}:
         Root(model, driver).enter()
-    return model
+    return driver
 
 
 def _home(name: str) -> str:
@@ -540,8 +564,6 @@ def _check_config(model: nn.Module, config: RuntimeConfig) -> None:
     if not isinstance(config, RuntimeConfig):
         raise ConfigError(f"config is {type(config).__name__}; it has to be a RuntimeConfig")
     config.validate()
-    if any(_door_of(module) is not None for module in model.modules()):
-        raise ConfigError("this model is wrapped already; unwrap() it first")
     if config.scheduler not in ("sequential", "async"):
         raise ConfigError(
             f"scheduler={config.scheduler!r}: under wrap() the model's own forward and the engine keep the order; "

@@ -6,10 +6,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from . import _tree
 from .errors import ConfigError, TensorTypeError
 
-__all__ = ["Loss", "check_loss", "split_losses", "split_rows"]
+__all__ = ["Loss", "Scale", "check_loss", "split_losses", "split_rows"]
+
+
+@dataclass
+class Scale:
+    """What a loss is multiplied by before its backward: a loss scaler's scale (None: 1), and 1/n of n accumulated
+    calls. In the order of `scaler.scale(loss / n).backward()`."""
+
+    scaler: Any
+    accumulate: int
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that the backward starts from."""
+        loss = loss if self.accumulate == 1 else loss / self.accumulate
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def cotangent(self, loss: torch.Tensor) -> torch.Tensor:
+        """What arrives at the unscaled loss, computed as autograd does it."""
+        leaf = loss.detach().requires_grad_()
+        with torch.enable_grad():
+            (made,) = torch.autograd.grad(self.scaled(leaf), leaf)
+        return made
+
+    def factor(self) -> float:
+        """The loss scale alone. Reading it waits for the device."""
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
 
 @dataclass
@@ -20,6 +47,14 @@ class Loss:
     fn: Callable[..., Any]
     targets: list[Any] | None = None
     weights: list[float] | None = None
+    scale: Scale | None = None
+
+    def cotangent(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """The gradient of what is minimized by the loss of a microbatch."""
+        if self.scale is None:
+            return torch.full_like(loss, weight)
+        made = self.scale.cotangent(loss)
+        return made if weight == 1.0 else made * weight
 
 
 def split_rows(value: Any, parts: int) -> list[Any]:

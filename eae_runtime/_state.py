@@ -124,6 +124,7 @@ class Watch:
     """Looks at a block's state before a run and tells what the run changed.
 
     written: what earlier runs of the block changed, as (id of the home, name); None at first sight.
+    frozen: whether frozen parameters are looked at.
     changing: of that, what is no buffer, as (home, name, whether it was replaced by another object); it is added to.
     """
 
@@ -134,6 +135,7 @@ class Watch:
         structure: Structure,
         written: set[tuple[int, str]] | None,
         changing: dict[tuple[int, str], tuple[dict[str, Any], str, bool]],
+        frozen: bool = True,
     ) -> None:
         self._structure = structure
         self._changing = changing
@@ -148,15 +150,15 @@ class Watch:
                     if written is None or (id(home), name) in written or buffer.nbytes <= _SMALL_BUFFER:
                         self._entries.append(Entry(home, name, buffer))
         if written is None:
-            self._look_at_everything()
+            self._look_at_everything(frozen)
         else:
             for home, name, replaced in changing.values():
                 self._entries.append(Entry(home, name, home.get(name, MISSING), replaced))
 
-    def _look_at_everything(self) -> None:
+    def _look_at_everything(self, frozen: bool) -> None:
         for module in self._structure.modules:
             for name, parameter in module._parameters.items():
-                if parameter is not None and not parameter.requires_grad:
+                if frozen and parameter is not None and not parameter.requires_grad:
                     self._entries.append(Entry(module._parameters, name, parameter))
             self._names[id(module)] = set(module.__dict__)
             for home, name, value in own_attributes(module):

@@ -21,6 +21,9 @@ SCHEDULERS = ("sequential", "async", "pipeline", "distributed")
 MEMORY_POLICIES = ("pool", "none")
 TIERS = ("device", "host", "disk")
 
+# What a loss scaler has to have.
+_SCALER = ("scale", "unscale_", "step", "update", "get_scale", "state_dict", "load_state_dict")
+
 _PRECISIONS: dict[Any, torch.dtype | None] = {
     None: None,
     torch.float16: torch.float16,
@@ -101,6 +104,8 @@ class RuntimeConfig:
     verify_rebuild      how often a rebuilt block is compared, bit for bit, with its forward: "off", "sample" (every
                         block in the first two steps, then one block a step in turn), "always". A block that differs
                         raises RebuildMismatchError with the likely cause
+    loss_scaler         a torch.amp.GradScaler (or what has its methods) for train_step: the loss is scaled, the
+                        gradients are unscaled before they are clipped, a step with an Inf or NaN is skipped
     trace               whether spans are kept for `runtime.trace(path)`
     """
 
@@ -126,6 +131,7 @@ class RuntimeConfig:
     random_streams: bool | None = None
     trace: bool = False
     verify_rebuild: str = "sample"
+    loss_scaler: Any = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -167,6 +173,9 @@ class RuntimeConfig:
         dtype = self.compute_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise _bad("compute_dtype", dtype, "None or a floating-point torch.dtype")
+        scaler = self.loss_scaler
+        if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in _SCALER):
+            raise _bad("loss_scaler", scaler, "None or a torch.amp.GradScaler")
         if self.disk_dir is not None and not isinstance(self.disk_dir, (str, Path)):
             raise _bad("disk_dir", self.disk_dir, "None or the path of a folder")
 

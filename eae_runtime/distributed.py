@@ -316,7 +316,7 @@ class Ranks:
                 report = self._report(runtime, sweep, shared, last)
             except Exception as raised:
                 error = raised
-                runtime._explain(error, sweep)
+                runtime._explain(error, sweep.where)
             failure = None if error is None else self._failure(error, sweep.place(runtime))
             if failure is not None and failure.fatal:
                 self.messenger.channels.broken = self.messenger.channels.broken or failure.text
@@ -337,7 +337,7 @@ class Ranks:
             raise
         sweep.release()
         total = answers[self.placed[-1]][0]["loss"]
-        return runtime._commit(torch.tensor(total, dtype=torch.float64), chain.parameters)
+        return runtime._training.commit(torch.tensor(total, dtype=torch.float64), chain.parameters)
 
     def _trained(self, flags: list[list[bool | None]]) -> list[SharedLeaf]:
         """The shared parameters that are trained in this step."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Event", "EventBus", "EventType"]
+import torch
+
+__all__ = ["Event", "EventBus", "EventType", "tell_rebuilt"]
 
 _ANY = "*"
 
@@ -153,3 +155,16 @@ class EventBus:
                     )
         if first is not None:
             raise first
+
+
+def tell_rebuilt(
+    bus: EventBus, name: str, index: int, grads: Sequence[torch.Tensor | None], payload: dict[str, Any]
+) -> None:
+    """The events of a block's VJP, with the joint norm of the gradients at its input; `payload` goes into
+    SchedulerStep."""
+    if bus.wants(EventType.BLOCK_RECONSTRUCTED):
+        norms = [torch.linalg.vector_norm(grad.float()) for grad in grads if grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
+        bus.emit(EventType.BLOCK_RECONSTRUCTED, block=name, layer_id=index + 1, grad_norm=norm)
+    if bus.wants(EventType.SCHEDULER_STEP):
+        bus.emit(EventType.SCHEDULER_STEP, block_index=index, block_name=name, **payload)

@@ -19,13 +19,13 @@ from ._chain import Chain
 from ._checks import level
 from ._leaves import accumulate, graph_leaves, reaches
 from ._losses import Loss
-from ._program import ALL, Action
+from ._program import ALL, Action, Program
 from ._records import Environment, Rebuilt, Record, RestartStep
 from ._sharing import Collector, SharedLeaves
 from .adjoint import AdjointState
 from .blockcall import BlockCall
 from .errors import LossError, PassError, RebuildMismatchError
-from .events import EventType
+from .events import EventType, tell_rebuilt
 
 __all__ = ["Sweep"]
 
@@ -40,9 +40,18 @@ class Sweep:
     """
 
     def __init__(
-        self, chain: Chain, inputs: Sequence[Any], *, need_input_grad: bool, keep_output: bool, number: int = 0
+        self,
+        chain: Chain,
+        inputs: Sequence[Any],
+        *,
+        need_input_grad: bool,
+        keep_output: bool,
+        number: int = 0,
+        program: Program | None = None,
     ) -> None:
+        """program: what `go_forward` and `go_back` walk."""
         self.chain = chain
+        self._program = program
         # How many sweeps there were before this one.
         self.number = number
         self.records: dict[tuple[int, int], Record] = {}
@@ -104,6 +113,16 @@ class Sweep:
         return level(self.chain.verify, b, self.number, len(self.chain.calls))
 
     # -- walking ---------------------------------------------------------------------------------------------------
+
+    def go_forward(self) -> None:
+        """The schedule's forward list."""
+        assert self._program is not None
+        self.run(self._program.forward)
+
+    def go_back(self) -> None:
+        """The schedule's reverse list."""
+        assert self._program is not None
+        self.run(self._program.reverse)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Executes the actions in order. An exception leaves `where` at the action that failed."""
@@ -289,7 +308,7 @@ class Sweep:
             # From here on the loss's graph alone decides how long the output lives.
             graph.outputs = []
             inputs = {id(t) for t in graph.inputs}
-            self._roots[m] = ([loss], [torch.full_like(loss, weight)], [t for t in leaves if id(t) not in inputs])
+            self._roots[m] = ([loss], [loss_fn.cotangent(loss, weight)], [t for t in leaves if id(t) not in inputs])
         else:
             loss = self._loss_on_leaves(b, m, weight)
         self._let_go(m)
@@ -315,6 +334,7 @@ class Sweep:
             _, shape, needs = parts[0]
         else:
             values, shape, needs = self._now[m]
+        assert self._loss_fn is not None
         values = self.out_values.get(m, values)
         inputs = [t.detach().requires_grad_() if need else t.detach() for t, need in zip(values, needs, strict=True)]
         random = self.chain.generators.read()
@@ -332,7 +352,7 @@ class Sweep:
         known = {id(t) for t in inputs}
         leaves = [t for t in graph_leaves([loss]) if id(t) not in known]
         sharing = self._sharing(0 if m == ALL else m, leaves)
-        adjoints = self.collector.vjp([loss], [torch.full_like(loss, weight)], wanted, leaves, sharing.of(b))
+        adjoints = self.collector.vjp([loss], [self._loss_fn.cotangent(loss, weight)], wanted, leaves, sharing.of(b))
         if m == ALL and len(self._now) > 1:
             start = 0
             for k in sorted(self._now):
@@ -495,20 +515,10 @@ class Sweep:
         return roots, grads
 
     def _report(self, b: int, m: int) -> None:
-        events, call = self.chain.events, self.chain.calls[b]
-        if events.wants(EventType.BLOCK_RECONSTRUCTED):
-            parts = [a for a in self._adjoints[m] if a is not None]
-            norm = (
-                torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(a.float()) for a in parts])).item()
-                if parts
-                else 0.0
-            )
-            events.emit(EventType.BLOCK_RECONSTRUCTED, block=call.name, layer_id=b + 1, grad_norm=norm)
-        if events.wants(EventType.SCHEDULER_STEP):
-            payload = dict(self.chain.step_payload)
-            if len(self._now) > 1:
-                payload["microbatch"] = m
-            events.emit(EventType.SCHEDULER_STEP, block_index=b, block_name=call.name, **payload)
+        payload = dict(self.chain.step_payload)
+        if len(self._now) > 1:
+            payload["microbatch"] = m
+        tell_rebuilt(self.chain.events, self.chain.calls[b].name, b, self._adjoints[m], payload)
 
     def _passes(self, b: int, m: int) -> None:
         adjoints = self._adjoints.get(m)
@@ -518,13 +528,17 @@ class Sweep:
         name = "output" if b == length else self.chain.calls[b].name
         loss_fn = self._loss_fn
         weights = loss_fn.weights if loss_fn is not None else None
+        scale = loss_fn.scale if loss_fn is not None else None
+        share = 1.0 if scale is None else 1.0 / scale.accumulate
         context = {
             "block_index": b,
             "block_name": name,
             "microbatch": m,
             "rows": self._rows.get(m, 0),
-            "weight": weights[m] if weights is not None else float(self.parts == 1),
+            "weight": share * (weights[m] if weights is not None else float(self.parts == 1)),
         }
+        if scale is not None:
+            context["loss_scale"] = scale.factor()
         states = []
         numbers = [n for n, a in enumerate(adjoints) if a is not None]
         for n in numbers:

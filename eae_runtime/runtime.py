@@ -12,14 +12,19 @@ from torch import nn
 
 from . import _bridge, _tree
 from ._ambient import Generators
+from ._autograd_driver import Driver, attach, unwrap
+from ._block_finder import repeated_layers
 from ._chain import Chain
+from ._checkpoint import load_state, state_of
 from ._exclusive import exclusive, is_inside
-from ._losses import Loss, check_loss, split_losses, split_rows
-from ._program import ALL, Program
+from ._graph_sweep import GraphSweep, Whole
+from ._losses import Loss, check_loss, split_rows
+from ._program import ALL, Action, Program
 from ._records import RestartStep
 from ._sharing import Collector
 from ._streams import StreamedSweep
-from ._transaction import Gradients, annotate, clipped, deferred_interrupt
+from ._training import Request, Training
+from ._transaction import annotate, clipped
 from .adjoint import AdjointState
 from .backend import BackendManager
 from .blockcall import BlockCall
@@ -35,9 +40,8 @@ from .errors import (
     PlanError,
     RebuildMismatchError,
     TensorTypeError,
-    UpdateError,
 )
-from .events import EventBus, EventType
+from .events import EventBus, EventType, tell_rebuilt
 from .executor import Sweep
 from .forward_executor import ForwardExecutor
 from .logging_utils import attach_structured_logging
@@ -45,13 +49,22 @@ from .memory import MemoryManager
 from .pipeline import AdjointPipeline
 from .profiler import Profiler
 from .reconstruction import ReconstructionEngine
-from .schedulers import AsyncScheduler, BaseScheduler, PipelineScheduler, ReverseContext, build_scheduler
+from .schedulers import (
+    AsyncScheduler,
+    BaseScheduler,
+    DistributedScheduler,
+    PipelineScheduler,
+    ReverseContext,
+    build_scheduler,
+)
 from .schedulers.generated import GeneratedScheduler
 from .trace import Trace
 
 __all__ = ["EAERuntime"]
 
 LossFn = Callable[..., Any]
+Gradients = dict[torch.Tensor, torch.Tensor]
+AnySweep = Sweep | GraphSweep
 
 
 class EAERuntime:
@@ -79,15 +92,22 @@ class EAERuntime:
         config.validate()
         self.optimizer = optimizer
         self.scheduler: BaseScheduler = build_scheduler(config.scheduler, **self._scheduler_options())
+        # A model with code between its blocks keeps its own forward.
+        driver = self._wrapped(model)
         # This process's part, where blocks are spread over several; `modules` has stand-ins for the blocks of others.
         self._ranks = ranks = Ranks.connect(self.scheduler, config, model, BlockDecomposer.decompose)
-        self.blocks: list[nn.Module] = BlockDecomposer.decompose(model) if ranks is None else ranks.blocks
+        self.blocks: list[nn.Module]
+        self.block_names: list[str]
+        if driver is not None:
+            self.blocks, self.block_names = [call.module for call in driver.calls], list(driver.names)
+        elif ranks is not None:
+            self.blocks, self.block_names = ranks.blocks, ranks.names
+        else:
+            self.blocks = BlockDecomposer.decompose(model)
+            self.block_names = [
+                getattr(b, "eae_name", None) or f"{type(b).__name__}_{i}" for i, b in enumerate(self.blocks)
+            ]
         modules = self.blocks if ranks is None else ranks.modules
-        self.block_names: list[str] = (
-            [getattr(b, "eae_name", None) or f"{type(b).__name__}_{i}" for i, b in enumerate(self.blocks)]
-            if ranks is None
-            else ranks.names
-        )
         self.event_bus = EventBus()
         attach_structured_logging(self.event_bus, level=config.log_level)
         self.profiler = Profiler(enabled=config.enable_profiler)
@@ -121,17 +141,22 @@ class EAERuntime:
         self._last_key: tuple[Any, Any] = (None, None)
         self._last_grads: list[torch.Tensor] = []
         self._stats: dict[str, float] = {}
-        self._sweep: Sweep | None = None
+        self._sweep: AnySweep | None = None
         self._sweep_versions: list[tuple[torch.Tensor, int]] = []
         self._sweeps = 0
         # The step's number in the random streams (RuntimeConfig.random_streams). Set it when a run is resumed.
         self.steps = 0
         self._seed = torch.initial_seed()
         self._closed = False
-        calls = [
-            BlockCall(block, name, i, config.compute_dtype)
-            for i, (block, name) in enumerate(zip(modules, self.block_names, strict=True))
-        ]
+        self._training = Training(self)
+        calls = (
+            [
+                BlockCall(block, name, i, config.compute_dtype)
+                for i, (block, name) in enumerate(zip(modules, self.block_names, strict=True))
+            ]
+            if driver is None
+            else driver.calls
+        )
         self._chain = Chain(
             calls=calls,
             store=self.boundary_store,
@@ -145,6 +170,44 @@ class EAERuntime:
             # A codec changes boundaries, and so the rebuilds.
             verify="off" if config.boundary_precision is not None else config.verify_rebuild,
         )
+
+        self._driver = driver
+        self._whole: Whole | None = None
+        if driver is not None:
+            assert isinstance(model, nn.Module)
+            driver.use(self.pipeline, self.boundary_store, self._chain.generators, self._tell_rebuilt)
+            self._whole = Whole(model, self._chain.generators)
+
+    def _wrapped(self, model: Any) -> Driver | None:
+        """The driver of a module that is no chain but has repeated layers, which are wrapped now."""
+        config = self.config
+        plain = isinstance(model, nn.Module) and not isinstance(model, (nn.ModuleList, nn.ModuleDict))
+        chain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+        if not plain or chain or isinstance(self.scheduler, DistributedScheduler) or self._custom():
+            return None
+        if not repeated_layers(model):
+            return None
+        if config.random_streams:
+            raise PlanError(
+                "random_streams=True needs a chain of blocks (nn.Sequential, nn.ModuleList, a list): "
+                f"{type(model).__name__} keeps its own forward"
+            )
+        return attach(model, config)
+
+    def _tell_rebuilt(self, call: BlockCall, grads: Sequence[torch.Tensor | None]) -> None:
+        """Events of a block's VJP under the autograd driver."""
+        if self.event_bus.active:
+            tell_rebuilt(self.event_bus, call.name, call.index, grads, dict(self._chain.step_payload))
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Every parameter that a step may change, once."""
+        return self._chain.parameters if self._whole is None else self._whole.structure.parameters
+
+    def _named_modules(self) -> list[tuple[str, nn.Module]]:
+        """What a step trains, by name."""
+        if self._whole is not None:
+            return [("", self._whole.model)]
+        return list(zip(self.block_names, self.blocks, strict=True))
 
     def _scheduler_options(self) -> dict[str, Any]:
         return {"num_microbatches": self.config.num_microbatches, "block_ranks": self.config.block_ranks}
@@ -167,6 +230,8 @@ class EAERuntime:
             self._ranks.close()
         self._drop_sweep()
         self._last_grads = []
+        if self._whole is not None:
+            unwrap(self._whole.model)
         self.boundary_store.close()
         self.pipeline.trace = 0
         self.pipeline.close()
@@ -199,6 +264,8 @@ class EAERuntime:
         and backward(), otherwise that of train_step()."""
         if self._ranks is not None:
             return self._ranks.text(self, microbatches, targets)
+        if self._whole is not None:
+            raise PlanError("this model keeps its own forward and with it the order; there is no list of actions")
         return self._program(microbatches, split=split, targets=targets, input_grad=False).text
 
     def _program(self, microbatches: int, *, split: bool, targets: bool, input_grad: bool) -> Program:
@@ -286,7 +353,23 @@ class EAERuntime:
         """Passes and a `run` of the user's own see the adjoint of the input too, as in 0.1.1."""
         return (len(self.pipeline) > 0 or self._custom()) and any(t.is_floating_point() for t in tensors)
 
-    def _new_sweep(self, x: Any, parts: int, tensors: list[torch.Tensor], *, keep_output: bool) -> Sweep:
+    def _training_sweep(self, x: Any, parts: int, tensors: list[torch.Tensor], targets: bool) -> AnySweep:
+        """The sweep of a train_step."""
+        if self._whole is not None:
+            return self._new_graph_sweep(x, parts, tensors)
+        input_grad = any(t.requires_grad for t in tensors)
+        program = self._program(parts, split=False, targets=targets, input_grad=input_grad)
+        return self._new_sweep(x, parts, tensors, program, keep_output=False)
+
+    def _new_graph_sweep(self, x: Any, parts: int, tensors: list[torch.Tensor]) -> GraphSweep:
+        assert self._whole is not None
+        self._drop_sweep()
+        self._chain.generators.add(t.device for t in tensors)
+        return GraphSweep(self._whole, [x] if parts == 1 else split_rows(x, parts))
+
+    def _new_sweep(
+        self, x: Any, parts: int, tensors: list[torch.Tensor], program: Program, *, keep_output: bool
+    ) -> Sweep:
         self._drop_sweep()
         self._sweeps += 1
         self._chain.generators.add(t.device for t in tensors)
@@ -295,6 +378,7 @@ class EAERuntime:
             "need_input_grad": self._need_input_grad(tensors),
             "keep_output": keep_output,
             "number": self._sweeps - 1,
+            "program": program,
         }
         if self.config.random_streams:
             return StreamedSweep(self._chain, inputs, stream=(self._seed, self.steps), **options)
@@ -329,22 +413,25 @@ class EAERuntime:
         for _ in self._attempts():
             if events.wants(EventType.FORWARD_STARTED):
                 events.emit(EventType.FORWARD_STARTED, num_blocks=len(self.blocks))
-            input_grad = any(t.requires_grad for t in tensors)
-            program = self._program(parts, split=True, targets=False, input_grad=input_grad)
-            sweep = self._new_sweep(x, parts, tensors, keep_output=True)
+            sweep: AnySweep
+            if self._whole is not None:
+                sweep = self._new_graph_sweep(x, parts, tensors)
+            else:
+                input_grad = any(t.requires_grad for t in tensors)
+                program = self._program(parts, split=True, targets=False, input_grad=input_grad)
+                sweep = self._new_sweep(x, parts, tensors, program, keep_output=True)
             try:
                 with self.profiler.track("forward"), torch.enable_grad():
-                    sweep.run(program.forward)
+                    sweep.go_forward()
             except RestartStep:
                 sweep.undo()
                 continue
             except BaseException as error:
-                self._explain(error, sweep)
+                self._explain(error, sweep.where)
                 sweep.undo()
                 raise
             self._sweep = sweep
-            self._sweep_versions = [(p, p._version) for p in self._chain.parameters]
-            self._program_in_flight = program
+            self._sweep_versions = [(p, p._version) for p in self._trained()]
             self.steps += 1
             if events.wants(EventType.FORWARD_FINISHED):
                 events.emit(EventType.FORWARD_FINISHED, num_boundaries=len(self.boundary_store))
@@ -375,14 +462,13 @@ class EAERuntime:
         states = self.pipeline.state() if self.pipeline.stateful else None
         try:
             with self.profiler.track("reverse_pass"), torch.enable_grad():
-                sweep.out_values[ALL if sweep.parts > 1 else 0] = _tree.flatten(output)[0]
                 sweep.set_loss(Loss(loss_fn), Collector(gradients))
-                if self._custom():
-                    loss = self._custom_reverse(sweep, gradients)
-                else:
-                    sweep.run(self._program_in_flight.reverse)
+                if isinstance(sweep, GraphSweep):
+                    loss = sweep.gradients_into(output, gradients)
                     sweep.finish()
-                    loss = sweep.total_loss()
+                else:
+                    sweep.out_values[ALL if sweep.parts > 1 else 0] = _tree.flatten(output)[0]
+                    loss = self._chain_reverse(sweep, gradients)
         except RestartStep as restart:
             # The forward will be run again and must then be the first.
             sweep.undo()
@@ -390,7 +476,7 @@ class EAERuntime:
             self._restore_passes(states)
             raise RebuildMismatchError(f"{restart}; it is remembered now: run forward() and backward() again") from None
         except BaseException as error:
-            self._explain(error, sweep)
+            self._explain(error, sweep.where)
             sweep.finish()
             self._restore_passes(states)
             if not isinstance(error, LossError):
@@ -403,7 +489,14 @@ class EAERuntime:
             gradients = clipped(gradients, self.config.grad_clip_norm)
         return loss, gradients
 
-    def _custom_reverse(self, sweep: Sweep, gradients: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _chain_reverse(self, sweep: Sweep, gradients: Gradients) -> torch.Tensor:
+        if self._custom():
+            return self._custom_reverse(sweep, gradients)
+        sweep.go_back()
+        sweep.finish()
+        return sweep.total_loss()
+
+    def _custom_reverse(self, sweep: Sweep, gradients: Gradients) -> torch.Tensor:
         """The reverse pass of a scheduler written in Python."""
         length = len(self.blocks)
         loss, adjoint = sweep.loss_alone(length)
@@ -449,9 +542,10 @@ class EAERuntime:
                     hook(leaf)
 
     def zero_grad(self) -> None:
-        """Sets `.grad` of every parameter of the blocks to None."""
+        """Sets `.grad` of every parameter to None; an accumulation under way begins anew."""
         for parameter in self.parameters():
             parameter.grad = None
+        self._training.pending = 0
 
     def compute_gradients(self, x: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
         """forward() and backward() in one: (loss, {leaf: gradient}) without a step; `.grad` stays as it is."""
@@ -486,8 +580,12 @@ class EAERuntime:
         targets: Any = None,
         loss_reduction: str = "mean",
         loss_weight: Callable[[Any], Any] | None = None,
+        accumulate: int = 1,
     ) -> float:
         """One training step: zero, forward, loss, reverse, clip, optimizer step, zero. Returns the loss.
+
+        accumulate: this call is one of so many whose gradients add up, each with its loss divided by their number, as
+        `(loss / n).backward()` would add them; the last one clips and steps. The loss returned is the undivided one.
 
         targets: a tree whose tensors share the batch dimension with the input. The loss is then called as
         `loss_fn(output_rows, target_rows)` for each microbatch. loss_reduction: "mean" weights the microbatches by
@@ -499,14 +597,16 @@ class EAERuntime:
         """
         if self._ranks is None:
             check_loss(loss_fn)
+        self._training.check(accumulate)
+        request = Request(x, loss_fn, targets, loss_reduction, loss_weight, accumulate)
         with self._exclusive():
             for _ in self._attempts():
                 try:
                     if self._ranks is not None:
                         return self._ranks.step(self, x, loss_fn, targets, loss_reduction, loss_weight)
                     if self._custom():
-                        return self._custom_step(x, loss_fn, targets)
-                    return self._step(x, loss_fn, targets, loss_reduction, loss_weight)
+                        return self._training.custom_step(request)
+                    return self._training.step(request)
                 except RestartStep:
                     continue
             raise AssertionError("unreachable")
@@ -515,85 +615,6 @@ class EAERuntime:
         """A step is repeated when a block does something new; each repetition has learnt something, so this ends."""
         yield from range(8 * len(self.blocks) + 8)
         raise EAEError("the step was repeated too often: a block's forward does something new every time")
-
-    def _step(self, x: Any, loss_fn: LossFn, targets: Any, reduction: str, weigh: Callable[[Any], Any] | None) -> float:
-        events, profiler = self.event_bus, self.profiler
-        self._last_grads = []
-        tensors = self._check_input(x)
-        parts = self._parts(tensors)
-        rows = tensors[0].shape[0] if parts > 1 else 0
-        loss = split_losses(loss_fn, targets, parts, rows, reduction, weigh)
-        input_grad = any(t.requires_grad for t in tensors)
-        program = self._program(parts, split=False, targets=targets is not None, input_grad=input_grad)
-        sweep = self._new_sweep(x, parts, tensors, keep_output=False)
-        parameters = self._chain.parameters
-        before = Gradients(parameters)
-        states = self.pipeline.state() if self.pipeline.stateful else None
-        try:
-            if events.active and events.wants(EventType.TRAIN_STEP_STARTED):
-                events.emit(EventType.TRAIN_STEP_STARTED)
-            before.clear_owned()
-            sweep.set_loss(loss, Collector(None))
-            sweep.before_vjp = before.add_borrowed
-            with torch.enable_grad():
-                if events.active and events.wants(EventType.FORWARD_STARTED):
-                    events.emit(EventType.FORWARD_STARTED, num_blocks=len(self.blocks))
-                with profiler.track("forward"):
-                    sweep.run(program.forward)
-                if events.active and events.wants(EventType.FORWARD_FINISHED):
-                    events.emit(EventType.FORWARD_FINISHED, num_boundaries=len(self.boundary_store))
-                with profiler.track("reverse_pass"):
-                    sweep.run(program.reverse)
-            sweep.finish()
-            total = sweep.total_loss()
-            if self.config.grad_clip_norm is not None:
-                nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], self.config.grad_clip_norm)
-        except BaseException as error:
-            if not isinstance(error, RestartStep):
-                self._explain(error, sweep)
-            sweep.undo()
-            before.restore()
-            self._restore_passes(states)
-            raise
-        sweep.release()
-        return self._commit(total, parameters)
-
-    def _commit(self, loss: torch.Tensor, parameters: list[nn.Parameter]) -> float:
-        """The optimizer's step. From here on the step counts as done."""
-        with deferred_interrupt():
-            self._stats = {}
-            self._last_grads = [p.grad for p in parameters if p.grad is not None]
-            if self.optimizer is not None:
-                try:
-                    self.optimizer.step()
-                except Exception as error:
-                    raise UpdateError(
-                        f"{type(self.optimizer).__name__}.step() failed: {error}. Parameters and optimizer may be half "
-                        "updated; load a checkpoint"
-                    ) from error
-                self.optimizer.zero_grad(set_to_none=True)
-            self.steps += 1
-            self.last_loss = loss.item()
-        events = self.event_bus
-        if events.active and events.wants(EventType.TRAIN_STEP_FINISHED):
-            events.emit(EventType.TRAIN_STEP_FINISHED, loss=self.last_loss, **self.last_grad_stats)
-        return self.last_loss
-
-    def _custom_step(self, x: Any, loss_fn: LossFn, targets: Any) -> float:
-        """train_step for a scheduler written in Python: forward, backward, apply."""
-        parameters = self._chain.parameters
-        before = Gradients(parameters)
-        try:
-            if self.event_bus.wants(EventType.TRAIN_STEP_STARTED):
-                self.event_bus.emit(EventType.TRAIN_STEP_STARTED)
-            before.clear_owned()
-            fn = loss_fn if targets is None else (lambda y: loss_fn(y, targets))
-            loss, gradients = self._forward_and_backward(x, fn)
-            self.apply_gradients(gradients)
-        except BaseException:
-            before.restore()
-            raise
-        return self._commit(loss, parameters)
 
     # -- seeing what happens ---------------------------------------------------------------------------------------
 
@@ -623,8 +644,33 @@ class EAERuntime:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The blocks' parameters, in order; one that several blocks share comes once a block, as in 0.1.1. Those of
         this rank's blocks where blocks are spread over several."""
+        if self._whole is not None:
+            yield from self._whole.model.parameters()
+            return
         for call in self._chain.calls:
             yield from call.module.parameters()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Calls of train_step(accumulate=n) whose gradients wait in `.grad` for an optimizer step."""
+        return self._training.pending
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the runtime carries from step to step beside model and optimizer: state of passes, random generators (of
+        torch, and those of `random` and `numpy.random`), counters, loss scaler, gradients of an accumulation under way.
+        For torch.save; torch.load reads it with weights_only=True if the passes' state allows that."""
+        self._check_open()
+        return state_of(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a value of :meth:`state_dict`, also under another scheduler or tier. Raises ConfigError, and
+        changes nothing, when version, blocks or passes differ."""
+        self._check_open()
+        with self._exclusive():
+            self._drop_sweep()
+            load_state(self, state)
 
     # -- several ranks ---------------------------------------------------------------------------------------------
 
@@ -649,21 +695,21 @@ class EAERuntime:
     # -- small parts -----------------------------------------------------------------------------------------------
 
     def _name_of(self, leaf: torch.Tensor) -> str:
-        for block, name in zip(self.blocks, self.block_names, strict=True):
-            for path, parameter in block.named_parameters():
+        for name, module in self._named_modules():
+            for path, parameter in module.named_parameters():
                 if parameter is leaf:
-                    return f"{path!r} of block {name!r}"
+                    return f"{path!r} of block {name!r}" if name else repr(path)
         return f"a tensor of shape {list(leaf.shape)} that no block has registered"
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this EAERuntime is closed; make a new one")
 
-    def _explain(self, error: BaseException, sweep: Sweep) -> None:
+    def _explain(self, error: BaseException, where: Action | None) -> None:
         """Adds block and action to an exception, once."""
-        if sweep.where is None or isinstance(error, KeyboardInterrupt):
+        if where is None or isinstance(error, KeyboardInterrupt):
             return
-        kind, b, m = sweep.where
+        kind, b, m = where
         action = f"{b}{kind}{'*' if m == ALL else m}"
         name = self.block_names[b] if b < len(self.blocks) else "the loss"
         annotate(

@@ -232,6 +232,7 @@ CONFIG = [
     ("random_streams", None),
     ("trace", False),
     ("verify_rebuild", "sample"),
+    ("loss_scaler", None),
 ]
 
 EVENTS = [
