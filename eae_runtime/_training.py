@@ -121,8 +121,8 @@ class Training:
                     sweep.go_back()
             sweep.finish()
             total = sweep.total_loss()
-            if not self._is_last(request.accumulate) or runtime.config.loss_scaler is None:
-                self._clip(parameters, request.accumulate)
+            if self._is_last(request.accumulate) and runtime.config.loss_scaler is None:
+                self._clip(parameters)
         except BaseException as error:
             if not isinstance(error, RestartStep):
                 runtime._explain(error, sweep.where)
@@ -136,9 +136,9 @@ class Training:
     def _is_last(self, accumulate: int) -> bool:
         return self.pending + 1 >= accumulate
 
-    def _clip(self, parameters: list[nn.Parameter], accumulate: int) -> None:
+    def _clip(self, parameters: list[nn.Parameter]) -> None:
         limit = self._runtime.config.grad_clip_norm
-        if limit is not None and self._is_last(accumulate):
+        if limit is not None:
             nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], limit)
 
     def commit(
@@ -153,13 +153,11 @@ class Training:
             runtime._stats = {}
             runtime._last_grads = [p.grad for p in parameters if p.grad is not None]
             self.accumulate = accumulate
-            if self._is_last(accumulate):
-                self.pending = 0
-                if runtime.optimizer is not None:
-                    self._update(runtime.optimizer, parameters, accumulate, states)
-                    runtime.optimizer.zero_grad(set_to_none=True)
-            else:
-                self.pending += 1
+            last = self._is_last(accumulate)
+            self.pending = 0 if last else self.pending + 1
+            if last and runtime.optimizer is not None:
+                self._update(runtime.optimizer, parameters, states)
+                runtime.optimizer.zero_grad(set_to_none=True)
             runtime.steps += 1
             runtime.last_loss = loss.item()
         events = runtime.event_bus
@@ -171,7 +169,6 @@ class Training:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: list[nn.Parameter],
-        accumulate: int,
         states: list[Any] | None,
     ) -> None:
         scaler = self._runtime.config.loss_scaler
@@ -180,7 +177,7 @@ class Training:
                 optimizer.step()
                 return
             scaler.unscale_(optimizer)
-            self._clip(parameters, accumulate)
+            self._clip(parameters)
             stepped: list[None] = []
             handle = optimizer.register_step_post_hook(lambda *_: stepped.append(None))
             try:

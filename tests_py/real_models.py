@@ -89,8 +89,8 @@ def t5() -> nn.Module:
 
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=4 * WIDTH, num_layers=4, num_decoder_layers=4, num_heads=4,
-            use_cache=False, decoder_start_token_id=0,
+            vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=4 * WIDTH, num_layers=4, num_decoder_layers=4,
+            num_heads=4, use_cache=False, decoder_start_token_id=0,
         )
     )  # fmt: skip
 
