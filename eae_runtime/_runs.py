@@ -43,6 +43,8 @@ _set_grad_enabled = torch._C._set_grad_enabled
 
 _strided = torch.strided
 
+_is_autocast_on = torch._C._is_any_autocast_enabled
+
 _LEAF_WRITE = "leaf Variable that requires grad is being used in an in-place operation"
 
 
@@ -183,6 +185,7 @@ class BlockRuns:
         self, tensors: Sequence[torch.Tensor], needs: Sequence[bool], facts: Facts, learn: bool, count: _Count | None
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
         """Leaves for the inputs that need a gradient, and what the block is called with."""
+        casts = _is_autocast_on() or self.compute_dtype is not None
         leaves: list[torch.Tensor | None] = []
         arguments: list[torch.Tensor] = []
         for number, (tensor, need) in enumerate(zip(tensors, needs, strict=True)):
@@ -195,7 +198,12 @@ class BlockRuns:
                     continue
                 leaf = tensor.detach().requires_grad_()
                 leaves.append(leaf)
-                arguments.append(_Gate.apply(leaf, exact_copy(tensor), count) if copied else leaf)
+                if copied:
+                    arguments.append(_Gate.apply(leaf, exact_copy(tensor), count))
+                else:
+                    # Autocast keeps its cast of a leaf, as it does for weights, and would add up the gradients of all
+                    # uses in the cast's type.
+                    arguments.append(leaf.view_as(leaf) if casts else leaf)
             else:
                 leaves.append(None)
                 arguments.append(exact_copy(tensor) if copied else tensor)
@@ -213,8 +221,10 @@ class BlockRuns:
         if shape.spec is None and needs[0] and not learn and not facts.writes and not tensors[0].requires_grad:
             # The usual case. A leaf that requires grad cannot be written, so there is nothing to watch.
             leaf = tensors[0].detach().requires_grad_()
+            casts = _is_autocast_on() or self.compute_dtype is not None
+            given = leaf.view_as(leaf) if casts else leaf
             try:
-                return Rebuilt([leaf], []), self._entry(leaf) if self.compute_dtype is None else self._invoke(leaf)
+                return Rebuilt([leaf], []), self._entry(given) if self.compute_dtype is None else self._invoke(given)
             except RuntimeError as error:
                 self._raise_late_write(error, facts, 1)
         leaves, arguments = self._gated(tensors, needs, facts, learn, count)

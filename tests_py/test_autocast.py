@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -112,3 +113,30 @@ def test_autocast_weight_cache(config: RuntimeConfig) -> None:
                 runtime.apply_gradients(grads)
             assert all(p.grad is not None for p in model.parameters())
             assert all(torch.equal(p.grad, plain.grads[n]) for n, p in model.named_parameters()), step
+
+
+def test_an_input_that_is_used_more_than_once_is_cast_at_each_use() -> None:
+    """As in plain PyTorch, where a boundary is no leaf: the gradients of the uses add up in float32."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.q(x) * self.k(x) * self.v(x)).float() + x
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.LayerNorm(8), Three(), Three(), nn.LayerNorm(8))
+    ours = copy.deepcopy(plain)
+    x = torch.randn(5, 8)
+    with EAERuntime(ours) as runtime:
+        for step in range(4):
+            plain.zero_grad()
+            ours.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = plain(x).square().mean()
+                assert runtime.train_step(x, lambda y: y.square().mean()) == loss.item()
+            loss.backward()
+            for p, q in zip(plain.parameters(), ours.parameters()):
+                assert torch.equal(p.grad, q.grad), step
