@@ -212,7 +212,7 @@ class Training:
         try:
             if runtime.event_bus.wants(EventType.TRAIN_STEP_STARTED):
                 runtime.event_bus.emit(EventType.TRAIN_STEP_STARTED)
-            loss, gradients = runtime._forward_and_backward(request.x, loss_fn)
+            loss, gradients = runtime._split.both(request.x, loss_fn)
             runtime.apply_gradients(gradients)
         except BaseException:
             before.restore()

@@ -379,7 +379,7 @@ class Ranks:
         hops: list[Hop],
         proven: dict[int, list[int]],
     ) -> DistributedSweep:
-        runtime._drop_sweep()
+        runtime._split.drop()
         runtime._sweeps += 1
         tensors = _tree.flatten(inputs)[0]
         runtime._chain.generators.add(t.device for t in tensors)

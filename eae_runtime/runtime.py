@@ -18,14 +18,13 @@ from ._chain import Chain
 from ._checkpoint import load_state, state_of
 from ._exclusive import exclusive, is_inside
 from ._graph_sweep import GraphSweep, Whole
-from ._losses import Loss, check_loss, split_rows
+from ._losses import check_loss, split_rows
 from ._program import ALL, Action, Program
 from ._records import RestartStep
-from ._sharing import Collector
+from ._split import AnySweep, Split
 from ._streams import StreamedSweep
 from ._training import Request, Training
-from ._transaction import annotate, clipped
-from .adjoint import AdjointState
+from ._transaction import annotate
 from .backend import BackendManager
 from .blockcall import BlockCall
 from .blocks import BlockDecomposer
@@ -36,12 +35,11 @@ from .errors import (
     ClosedError,
     ConfigError,
     EAEError,
-    LossError,
     PlanError,
     RebuildMismatchError,
     TensorTypeError,
 )
-from .events import EventBus, EventType, tell_rebuilt
+from .events import EventBus, tell_rebuilt
 from .executor import Sweep
 from .forward_executor import ForwardExecutor
 from .logging_utils import attach_structured_logging
@@ -54,7 +52,6 @@ from .schedulers import (
     BaseScheduler,
     DistributedScheduler,
     PipelineScheduler,
-    ReverseContext,
     build_scheduler,
 )
 from .schedulers.generated import GeneratedScheduler
@@ -64,7 +61,6 @@ __all__ = ["EAERuntime"]
 
 LossFn = Callable[..., Any]
 Gradients = dict[torch.Tensor, torch.Tensor]
-AnySweep = Sweep | GraphSweep
 
 
 class EAERuntime:
@@ -141,8 +137,7 @@ class EAERuntime:
         self._last_key: tuple[Any, Any] = (None, None)
         self._last_grads: list[torch.Tensor] = []
         self._stats: dict[str, float] = {}
-        self._sweep: AnySweep | None = None
-        self._sweep_versions: list[tuple[torch.Tensor, int]] = []
+        self._split = Split(self)
         self._sweeps = 0
         # The step's number in the random streams (RuntimeConfig.random_streams). Set it when a run is resumed.
         self.steps = 0
@@ -228,7 +223,7 @@ class EAERuntime:
             return  # what there is to give back is the parent's
         if self._ranks is not None:
             self._ranks.close()
-        self._drop_sweep()
+        self._split.drop()
         self._last_grads = []
         if self._whole is not None:
             unwrap(self._whole.model)
@@ -363,14 +358,14 @@ class EAERuntime:
 
     def _new_graph_sweep(self, x: Any, parts: int, tensors: list[torch.Tensor]) -> GraphSweep:
         assert self._whole is not None
-        self._drop_sweep()
+        self._split.drop()
         self._chain.generators.add(t.device for t in tensors)
         return GraphSweep(self._whole, [x] if parts == 1 else split_rows(x, parts))
 
     def _new_sweep(
         self, x: Any, parts: int, tensors: list[torch.Tensor], program: Program, *, keep_output: bool
     ) -> Sweep:
-        self._drop_sweep()
+        self._split.drop()
         self._sweeps += 1
         self._chain.generators.add(t.device for t in tensors)
         inputs = [x] if parts == 1 else split_rows(x, parts)
@@ -384,12 +379,6 @@ class EAERuntime:
             return StreamedSweep(self._chain, inputs, stream=(self._seed, self.steps), **options)
         return Sweep(self._chain, inputs, **options)
 
-    def _drop_sweep(self) -> None:
-        if self._sweep is not None:
-            self._sweep.release()
-            self._sweep = None
-            self._sweep_versions = []
-
     # -- forward and backward, split -------------------------------------------------------------------------------
 
     def forward(self, x: Any) -> Any:
@@ -398,45 +387,7 @@ class EAERuntime:
         After a failure nothing is stored and buffers and generators are as before.
         """
         with self._exclusive():
-            return self._forward(x)
-
-    def _forward(self, x: Any) -> Any:
-        if self._ranks is not None:
-            raise PlanError(
-                "with blocks on several ranks a step runs as a whole: call train_step() instead of forward(), "
-                "backward() or compute_gradients()"
-            )
-        tensors = self._check_input(x)
-        parts = self._parts(tensors)
-        events = self.event_bus
-        self._last_grads = []
-        for _ in self._attempts():
-            if events.wants(EventType.FORWARD_STARTED):
-                events.emit(EventType.FORWARD_STARTED, num_blocks=len(self.blocks))
-            sweep: AnySweep
-            if self._whole is not None:
-                sweep = self._new_graph_sweep(x, parts, tensors)
-            else:
-                input_grad = any(t.requires_grad for t in tensors)
-                program = self._program(parts, split=True, targets=False, input_grad=input_grad)
-                sweep = self._new_sweep(x, parts, tensors, program, keep_output=True)
-            try:
-                with self.profiler.track("forward"), torch.enable_grad():
-                    sweep.go_forward()
-            except RestartStep:
-                sweep.undo()
-                continue
-            except BaseException as error:
-                self._explain(error, sweep.where)
-                sweep.undo()
-                raise
-            self._sweep = sweep
-            self._sweep_versions = [(p, p._version) for p in self._trained()]
-            self.steps += 1
-            if events.wants(EventType.FORWARD_FINISHED):
-                events.emit(EventType.FORWARD_FINISHED, num_boundaries=len(self.boundary_store))
-            return sweep.whole_output()
-        raise AssertionError("unreachable")
+            return self._split.forward(x)
 
     def backward(self, output: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
         """The loss of `output` and the gradients of every leaf, for the last :meth:`forward`. `.grad` stays as it is.
@@ -445,87 +396,7 @@ class EAERuntime:
         scalar or does not depend on the output, RebuildMismatchError when parameters have changed since the forward.
         """
         with self._exclusive():
-            return self._backward(output, loss_fn)
-
-    def _backward(self, output: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
-        check_loss(loss_fn)
-        sweep = self._sweep
-        if sweep is None:
-            raise EAEError("backward() needs a forward() before it; each forward() serves one backward()")
-        for parameter, version in self._sweep_versions:
-            if parameter._version != version:
-                raise RebuildMismatchError(
-                    f"parameter {self._name_of(parameter)} was changed between forward() and backward(); run forward() "
-                    "again"
-                )
-        gradients: dict[torch.Tensor, torch.Tensor] = {}
-        states = self.pipeline.state() if self.pipeline.stateful else None
-        try:
-            with self.profiler.track("reverse_pass"), torch.enable_grad():
-                sweep.set_loss(Loss(loss_fn), Collector(gradients))
-                if isinstance(sweep, GraphSweep):
-                    loss = sweep.gradients_into(output, gradients)
-                    sweep.finish()
-                else:
-                    sweep.out_values[ALL if sweep.parts > 1 else 0] = _tree.flatten(output)[0]
-                    loss = self._chain_reverse(sweep, gradients)
-        except RestartStep as restart:
-            # The forward will be run again and must then be the first.
-            sweep.undo()
-            self._drop_sweep()
-            self._restore_passes(states)
-            raise RebuildMismatchError(f"{restart}; it is remembered now: run forward() and backward() again") from None
-        except BaseException as error:
-            self._explain(error, sweep.where)
-            sweep.finish()
-            self._restore_passes(states)
-            if not isinstance(error, LossError):
-                self._drop_sweep()
-            raise
-        self._sweep = None
-        self._sweep_versions = []
-        sweep.release()
-        if self.config.grad_clip_norm is not None:
-            gradients = clipped(gradients, self.config.grad_clip_norm)
-        return loss, gradients
-
-    def _chain_reverse(self, sweep: Sweep, gradients: Gradients) -> torch.Tensor:
-        if self._custom():
-            return self._custom_reverse(sweep, gradients)
-        sweep.go_back()
-        sweep.finish()
-        return sweep.total_loss()
-
-    def _custom_reverse(self, sweep: Sweep, gradients: Gradients) -> torch.Tensor:
-        """The reverse pass of a scheduler written in Python."""
-        length = len(self.blocks)
-        loss, adjoint = sweep.loss_alone(length)
-        state = AdjointState(tensor=adjoint, layer_id=length, block="output")
-        state = self.pipeline.run(state, {"block_index": length, "block_name": "output"})
-        self.reconstruction_engine.remember(sweep.runs())
-        context = ReverseContext(
-            blocks=self.blocks,
-            block_names=self.block_names,
-            boundary_store=self.boundary_store,
-            reconstruction_engine=self.reconstruction_engine,
-            pipeline=self.pipeline,
-            memory_manager=self.memory_manager,
-            event_bus=self.event_bus,
-            profiler=self.profiler,
-            initial_adjoint=state,
-        )
-        try:
-            found = self.scheduler.run(context)
-        finally:
-            self.reconstruction_engine.remember([])
-        if not isinstance(found, dict):
-            raise EAEError(
-                f"{type(self.scheduler).__name__}.run returned {type(found).__name__}; it has to return "
-                f"{{parameter: gradient}}"
-            )
-        for leaf, grad in found.items():
-            gradients[leaf] = grad if leaf not in gradients else gradients[leaf] + grad
-        return loss
+            return self._split.backward(output, loss_fn)
 
     def apply_gradients(self, param_grads: dict[torch.Tensor, torch.Tensor]) -> None:
         """Adds gradients into `.grad` and then fires each leaf's post-accumulate hooks once."""
@@ -553,23 +424,11 @@ class EAERuntime:
         with self._exclusive():
             for _ in self._attempts():
                 try:
-                    return self._forward_and_backward(x, loss_fn)
+                    return self._split.both(x, loss_fn)
                 except RebuildMismatchError as error:
                     if "it is remembered now" not in str(error):
                         raise
             raise AssertionError("unreachable")
-
-    def _forward_and_backward(self, x: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
-        """Both, or neither: when the backward fails, the forward is undone."""
-        output = self._forward(x)
-        sweep = self._sweep
-        assert sweep is not None
-        try:
-            return self._backward(output, loss_fn)
-        except BaseException:
-            sweep.undo()
-            self._drop_sweep()
-            raise
 
     # -- a whole step ----------------------------------------------------------------------------------------------
 
@@ -669,7 +528,7 @@ class EAERuntime:
         changes nothing, when version, blocks or passes differ."""
         self._check_open()
         with self._exclusive():
-            self._drop_sweep()
+            self._split.drop()
             load_state(self, state)
 
     # -- several ranks ---------------------------------------------------------------------------------------------

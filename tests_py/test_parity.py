@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from eae_runtime import RuntimeConfig, _autograd_driver, _runs, blockcall, verify
+from eae_runtime import RuntimeConfig, _autograd_node, _runs, blockcall, verify
 from eae_runtime.errors import ConfigError
 from models import CASES, Fn, Residual, chain
 from oracle import nothing_left
@@ -103,19 +103,19 @@ def test_nothing_is_found_where_nothing_is_planted() -> None:
 
 
 def test_an_extra_random_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = _autograd_driver._reverse
+    inner = _autograd_node._reverse
 
     def draws(*args: Any) -> Any:
         gradients = inner(*args)
         torch.rand(1)
         return gradients
 
-    monkeypatch.setattr(_autograd_driver, "_reverse", draws)
+    monkeypatch.setattr(_autograd_node, "_reverse", draws)
     assert found(planted()) == {("random state", "torch")}
 
 
 def test_one_ulp_in_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = _autograd_driver._reverse
+    inner = _autograd_node._reverse
 
     def nudges(door: Any, record: Any, leaves: list[torch.Tensor], *rest: Any) -> Any:
         gradients = inner(door, record, leaves, *rest)
@@ -126,7 +126,7 @@ def test_one_ulp_in_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
                 gradients[number] = grad
         return gradients
 
-    monkeypatch.setattr(_autograd_driver, "_reverse", nudges)
+    monkeypatch.setattr(_autograd_node, "_reverse", nudges)
     report = planted()
     assert found(report) == {("gradient", "layers.1.linear.bias")} and report.exactness == "tolerance"
     [difference] = report.differences
@@ -149,7 +149,7 @@ def test_a_buffer_moved_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hook_fired_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_autograd_driver, "held_back", lambda leaves: nullcontext())
+    monkeypatch.setattr(_autograd_node, "held_back", lambda leaves: nullcontext())
     report = planted()
     assert found(report) == {("hook count", "layers.2.linear.weight: tensor hook 0")}
     assert report.differences[0].detail == "called 2 times, by plain PyTorch 1 times"
