@@ -144,12 +144,13 @@ def _reverse(
             roots = [t for t, grad in zip(outputs, grads, strict=True) if grad is not None]
             cotangents = [grad for grad in grads if grad is not None]
             below = [*rebuilt.inputs, *leaves]
+            entries = [*rebuilt.entries, *leaves]
             for number, total in sums.items():
-                root = below[number]
+                root = entries[number]
                 if total is not None and root is not None:
                     roots.append(root)
                     cotangents.append(total)
-            rebuilt.outputs = outputs = []
+            rebuilt.outputs, rebuilt.entries, outputs, entries = [], [], [], []
             wanted = [t for t in below if t is not None]
             # The leaves' hooks are the outer engine's to call.
             with held_back(leaves):

@@ -242,8 +242,12 @@ class Rebuilt:
     """A block with its graph: `inputs` are the leaves at the input (None where no gradient is needed), `outputs` the
     distinct output tensors, `grad_outputs` those of them that require grad, by number."""
 
-    __slots__ = ("inputs", "outputs")
+    __slots__ = ("entries", "inputs", "outputs")
 
-    def __init__(self, inputs: list[torch.Tensor | None], outputs: list[torch.Tensor]) -> None:
+    def __init__(
+        self, inputs: list[torch.Tensor | None], outputs: list[torch.Tensor], entries: list[torch.Tensor | None]
+    ) -> None:
         self.inputs = inputs
         self.outputs = outputs
+        # Where the gradients of an input's uses meet: the input, or a view of it that the block was given.
+        self.entries = entries

@@ -183,8 +183,9 @@ class BlockRuns:
 
     def _gated(
         self, tensors: Sequence[torch.Tensor], needs: Sequence[bool], facts: Facts, learn: bool, count: _Count | None
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    ) -> tuple[Rebuilt, list[torch.Tensor]]:
         """Leaves for the inputs that need a gradient, and what the block is called with."""
+        entries: list[torch.Tensor | None] = []
         casts = _is_autocast_on() or self.compute_dtype is not None
         leaves: list[torch.Tensor | None] = []
         arguments: list[torch.Tensor] = []
@@ -194,20 +195,21 @@ class BlockRuns:
                 if tensor.requires_grad:
                     # The model's own input: its graph goes on to the left.
                     leaves.append(None)
+                    entries.append(None)
                     arguments.append(_Gate.apply(tensor, exact_copy(tensor), count) if copied else tensor)
                     continue
                 leaf = tensor.detach().requires_grad_()
                 leaves.append(leaf)
-                if copied:
-                    arguments.append(_Gate.apply(leaf, exact_copy(tensor), count))
-                else:
-                    # Autocast keeps its cast of a leaf, as it does for weights, and would add up the gradients of all
-                    # uses in the cast's type.
-                    arguments.append(leaf.view_as(leaf) if casts else leaf)
+                # Autocast keeps its cast of a leaf, as it does for weights, and would add up the gradients of all uses
+                # in the cast's type.
+                entry = leaf.view_as(leaf) if casts and not copied else leaf
+                entries.append(entry)
+                arguments.append(_Gate.apply(leaf, exact_copy(tensor), count) if copied else entry)
             else:
                 leaves.append(None)
+                entries.append(None)
                 arguments.append(exact_copy(tensor) if copied else tensor)
-        return leaves, arguments
+        return Rebuilt(leaves, [], entries), arguments
 
     def _run_with_graph(
         self,
@@ -224,10 +226,12 @@ class BlockRuns:
             casts = _is_autocast_on() or self.compute_dtype is not None
             given = leaf.view_as(leaf) if casts else leaf
             try:
-                return Rebuilt([leaf], []), self._entry(given) if self.compute_dtype is None else self._invoke(given)
+                return Rebuilt([leaf], [], [given]), self._entry(given) if self.compute_dtype is None else self._invoke(
+                    given
+                )
             except RuntimeError as error:
                 self._raise_late_write(error, facts, 1)
-        leaves, arguments = self._gated(tensors, needs, facts, learn, count)
+        rebuilt, arguments = self._gated(tensors, needs, facts, learn, count)
         versions = [t._version for t in arguments]
         try:
             value = (
@@ -238,7 +242,7 @@ class BlockRuns:
                 raise
             self._raise_late_write(error, facts, len(tensors))
         self._note_input_writes(tensors, arguments, versions, facts)
-        return Rebuilt(leaves, []), value
+        return rebuilt, value
 
     def _raise_late_write(self, error: RuntimeError, facts: Facts, count: int) -> NoReturn:
         """RestartStep if the block tried to write one of its `count` inputs, else the error itself."""
