@@ -25,6 +25,7 @@ from ._block_finder import find_blocks
 from ._checks import level
 from ._hooks import homes_of, restricted
 from ._records import Environment, Facts, Record, RestartStep
+from ._uses import edges_to
 from ._waiting import Waiting
 from .blockcall import BlockCall
 from .boundary_store import BoundaryStore
@@ -33,6 +34,9 @@ from .errors import BlockError, ConfigError
 from .pipeline import AdjointPipeline
 
 __all__ = ["Driver", "attach", "driver_of", "unwrap", "wrap"]
+
+# Whole forwards that show who uses what the blocks take, at first and from time to time.
+_LEARNING, _LEARN_AGAIN = 2, 64
 
 # Repetitions of a block's run in which it does something new each time.
 _MOST_RUNS = 8
@@ -62,6 +66,8 @@ class Driver:
         self.tell: Callable[[BlockCall, Sequence[torch.Tensor | None]], None] | None = None
         # By id of a leaf, the blocks that read it.
         self._readers: dict[int, set[int]] = {}
+        # Whether an input of a block, by the numbers of both, is used outside of the block too.
+        self._elsewhere: dict[tuple[int, int], bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "names": self.names, "lasts": self.lasts, "forwards": self.forwards}
@@ -100,7 +106,7 @@ class Driver:
         """How closely the block is looked at in this run (see `_checks`)."""
         if self.config.boundary_precision is not None:
             return 0
-        step = self.forwards - 1 if self.local.aliases is not None else call.forwards
+        step = self.forwards - 1 if self.local.inside else call.forwards
         return level(self.config.verify_rebuild, call.index, step, len(self.names))
 
     def note_readers(self, index: int, leaves: list[torch.Tensor]) -> None:
@@ -110,7 +116,26 @@ class Driver:
 
     def is_shared(self, leaf: torch.Tensor) -> bool:
         """Whether several blocks were seen to read the leaf."""
-        return len(self._readers[id(leaf)]) > 1
+        return len(self._readers.get(id(leaf), ())) > 1
+
+    def is_used_elsewhere(self, index: int, number: int) -> bool:
+        """Whether an input of a block is used outside of the block too. Until a whole forward has shown it, it may
+        be."""
+        return not self.local.inside or self._elsewhere.get((index, number), True)
+
+    def learn_consumers(self, output: Any) -> None:
+        """After a whole forward: looks for other users of what the blocks have taken."""
+        taken, self.local.taken = self.local.taken, None
+        if not taken:
+            return
+        given = [t for t in _tree.flatten(output)[0] if t.requires_grad]
+        handed_out = {id(t) for t in given}
+        found: dict[tuple[int, int], bool] = {}
+        edges = edges_to(given, [tensor for _, _, tensor, _ in taken])
+        for (index, number, tensor, slots), leading in zip(taken, edges, strict=True):
+            elsewhere = id(tensor) in handed_out or len(leading) > slots
+            found[index, number] = found.get((index, number), False) or elsewhere
+        self._elsewhere.update(found)
 
     def use(
         self,
@@ -134,9 +159,11 @@ class Driver:
 
 
 class _Local(threading.local):
-    """In a forward of the whole model, the tensors that blocks have taken so far, by id, each with its latest alias."""
+    """Whether the thread is in a forward of the whole model; in some of them, what blocks have taken so far: block,
+    number of the input, tensor, how often the node took it."""
 
-    aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+    inside = False
+    taken: list[tuple[int, int, torch.Tensor, int]] | None = None
 
 
 class _Replaced:
@@ -171,18 +198,22 @@ class _Replaced:
 
 
 class Root(_Replaced):
-    """The forward of the whole model: its beginning and end bound the life of aliases."""
+    """The forward of the whole model."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         local = self.driver.local
-        if not torch.is_grad_enabled() or local.aliases is not None or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or local.inside or torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
-        self.driver.forwards += 1
-        local.aliases = {}
+        driver = self.driver
+        learns = driver.forwards < _LEARNING or driver.forwards % _LEARN_AGAIN == 0
+        driver.forwards += 1
+        local.inside, local.taken = True, [] if learns else None
         try:
-            return self.inner(*args, **kwargs)
+            output = self.inner(*args, **kwargs)
+            driver.learn_consumers(output)
+            return output
         finally:
-            local.aliases = None
+            local.inside, local.taken = False, None
 
 
 class Door(_Replaced):
@@ -315,13 +346,16 @@ class Door(_Replaced):
     ) -> Any:
         """The block's outputs, those that need a gradient as outputs of its node."""
         if any(out_needs):
+            driver = self.driver
+            driver.note_readers(self.index, record.facts.leaves)
             run = Run(self, record, tensors, needs, outputs, out_needs)
-            waiting = self.driver.waiting
+            if driver.local.taken is not None:
+                pairs = enumerate(zip(tensors, needs, strict=True))
+                driver.local.taken += [(self.index, n, t, run.slots.count(n)) for n, (t, need) in pairs if need]
+            waiting = driver.waiting
             with nullcontext() if waiting is None else waiting.saving(tensors, needs):
-                made = Node.apply(run, *run.below)
-            made = made if isinstance(made, tuple) else (made,)
-            run.publish(made)
-            new = iter(made)
+                made = Node.apply(run, *[run.below[number] for number in run.slots])
+            new = iter(made if isinstance(made, tuple) else (made,))
             outputs = [next(new) if need else output for output, need in zip(outputs, out_needs, strict=True)]
         return _tree.unflatten(outputs, record.out_shape)
 

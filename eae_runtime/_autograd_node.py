@@ -1,12 +1,4 @@
-"""A block in the outer graph of the autograd driver: one node that rebuilds the block when its gradient arrives.
-
-Note [Shared tensors pass through the nodes]
-    A tensor that several blocks take (an encoder's output, a tied weight) gets its gradient in plain PyTorch as one sum
-    over all uses, from the last to the first. Sums made block by block have other last bits. So each node also gives
-    out an alias of such a tensor, and the next block that takes the tensor is given the alias instead: the sum so far
-    then comes to each node as the gradient of its alias, and is an extra root of the node's VJP.
-    Aliases hold for one forward of the whole model.
-"""
+"""A block in the outer graph of the autograd driver: one node that rebuilds the block when its gradient arrives."""
 
 from __future__ import annotations
 
@@ -16,6 +8,7 @@ import torch
 
 from ._leaves import capture, held_back
 from ._records import Environment, Record, RestartStep
+from ._uses import Contributions
 from .adjoint import AdjointState
 from .blockcall import BlockCall
 from .errors import BlockError, RebuildMismatchError
@@ -26,9 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["Node", "Run"]
 
 
+# A leaf that a block uses more often than this (the cell of an unrolled loop) is taken once.
+_MOST_USES = 16
+
+# The same where no other block reads the leaf: it could still be read by the next forward before the backward.
+_MOST_OWN_USES = 4
+
+
 class Run:
-    """One run of a block on its way to its node. `below` are the node's inputs: the boundary's tensors and the leaves,
-    each in its latest alias."""
+    """One run of a block on its way to its node.
+
+    `below` are the boundary's tensors and the leaves; `slots` are the node's inputs, as numbers in `below`, one for
+    each use that has to come back by itself (see Note [Every use comes back by itself]).
+    """
 
     def __init__(
         self,
@@ -41,72 +44,45 @@ class Run:
     ) -> None:
         self.door = door
         self.record = record
-        self.leaves = record.facts.leaves
-        self.tensors: list[torch.Tensor] | None = tensors
+        self.tensors = tensors
         self.needs = needs
+        self.leaves = record.facts.leaves
         self.outputs = [t for t, need in zip(outputs, out_needs, strict=True) if need]
-        self.out_needs = out_needs
-        aliases = door.driver.local.aliases
         self.below: list[torch.Tensor] = [*tensors, *self.leaves]
-        # The numbers in `below` that get a new alias, and whether each number's gradient is complete after this block.
-        self.passing: list[int] = []
-        self.first = [True] * len(tensors)
-        if aliases is not None:
-            driver = door.driver
-            driver.note_readers(door.index, self.leaves)
-            # As long as nobody knows what others read, every leaf passes.
-            learning = record.facts.seen <= 1
-            for number, tensor in enumerate(self.below):
-                if number < len(tensors):
-                    if not needs[number]:
-                        continue
-                elif not learning and not driver.is_shared(tensor) and id(tensor) not in aliases:
-                    continue
-                self.passing.append(number)
-                known = aliases.get(id(tensor))
-                if known is not None:
-                    self.below[number] = known[1]
-                    if number < len(tensors):
-                        self.first[number] = False
-        self.originals = [[*tensors, *self.leaves][number] for number in self.passing]
+        self.slots: list[int] = []
+        for number in range(len(self.below)):
+            self.slots += [number] * self._uses(number)
 
-    def publish(self, made: tuple[torch.Tensor, ...]) -> None:
-        """Makes the node's aliases the latest ones."""
-        aliases = self.door.driver.local.aliases
-        if aliases is not None:
-            for tensor, alias in zip(self.originals, made[len(self.outputs) :], strict=True):
-                aliases[id(tensor)] = (tensor, alias)
-        self.originals = []
-        self.outputs = []
-        self.below = []
-        self.tensors = None
+    def _uses(self, number: int) -> int:
+        """How often the node takes a tensor."""
+        driver, facts, inputs = self.door.driver, self.record.facts, len(self.tensors)
+        uses = facts.uses[number] if number < len(facts.uses) else 1
+        if uses < 2:
+            return 1
+        if number >= inputs:
+            most = _MOST_USES if driver.is_shared(self.leaves[number - inputs]) else _MOST_OWN_USES
+            return uses if uses <= most else 1
+        # Passes see the sum of a block's uses.
+        whole = len(driver.pipeline) > 0 or not driver.is_used_elsewhere(self.door.index, number)
+        return 1 if whole or not self.needs[number] else uses
 
 
 class Node(torch.autograd.Function):
     """A block in the outer graph."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, *below: torch.Tensor) -> Any:
+    def forward(ctx: Any, run: Run, *_: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.count = len(run.outputs)
-        ctx.passing = run.passing
-        ctx.first = run.first
-        ctx.door, ctx.record, ctx.leaves, ctx.needs = run.door, run.record, run.leaves, run.needs
-        tensors = run.tensors
-        assert tensors is not None
-        ctx.save_for_backward(*tensors)
+        ctx.door, ctx.record, ctx.leaves, ctx.slots = run.door, run.record, run.leaves, run.slots
+        ctx.save_for_backward(*run.tensors)
         ctx.versions = _versions(run.door.call, run.leaves)
         # Not the tensors that autograd knows: it would take an output for a view of an input.
-        return tuple([t.detach() for t in (*run.outputs, *run.originals)])
+        return tuple([t.detach() for t in run.outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        passing: list[int] = ctx.passing
-        sums = dict(zip(passing, grads[ctx.count :], strict=True))
-        count = len(ctx.needs) + len(ctx.leaves)
-        if all(grad is None for grad in grads[: ctx.count]):
-            # Only what later blocks found comes through.
-            return None, *[sums.get(number) for number in range(count)]
+        if all(grad is None for grad in grads):
+            return None, *[None] * len(ctx.slots)
         call: BlockCall = ctx.door.call
         if torch.is_grad_enabled():
             raise BlockError(
@@ -115,7 +91,7 @@ class Node(torch.autograd.Function):
             )
         tensors = list(ctx.saved_tensors)
         _check_versions(call, ctx.versions)
-        return None, *_reverse(ctx.door, ctx.record, ctx.leaves, tensors, list(grads[: ctx.count]), sums, ctx.first)
+        return None, *_reverse(ctx.door, ctx.record, ctx.leaves, tensors, list(grads), ctx.slots)
 
 
 def _reverse(
@@ -124,53 +100,72 @@ def _reverse(
     leaves: list[torch.Tensor],
     tensors: list[torch.Tensor],
     grads: list[torch.Tensor | None],
-    sums: dict[int, torch.Tensor | None],
-    first: list[bool],
+    slots: list[int],
 ) -> list[torch.Tensor | None]:
-    """Rebuilds the block and takes its VJP: the gradients of its inputs and leaves, with the sums so far."""
+    """Rebuilds the block and takes its VJP: a gradient for each slot."""
     call, driver = door.call, door.driver
     env = Environment(driver.generators, ("cpu",))
     resume = env.generators.read()
     if call.index in driver.lasts:
-        grads = _passed(driver, call, call.index + 1, grads, [True] * len(grads))
+        grads = _passed(driver, call, call.index + 1, grads)
     try:
         with torch.enable_grad():
             rebuilt = call.rebuild(record, [t.detach() for t in tensors], env, (call.index, "R", 0))
-            new = call.learn_leaves(record, rebuilt)
             known = {id(leaf) for leaf in leaves}
-            if any(id(leaf) not in known for leaf in new):
+            if any(id(leaf) not in known for leaf in call.learn_leaves(record, rebuilt)):
                 raise RestartStep(call.where() + " reads a leaf that it did not read before")
             outputs = [t for t in rebuilt.outputs if t.requires_grad]
             roots = [t for t, grad in zip(outputs, grads, strict=True) if grad is not None]
             cotangents = [grad for grad in grads if grad is not None]
-            below = [*rebuilt.inputs, *leaves]
+            inputs, below = len(rebuilt.inputs), [*rebuilt.inputs, *leaves]
+            single = {number for number in slots if slots.count(number) == 1}
             entries = [*rebuilt.entries, *leaves]
-            for number, total in sums.items():
-                root = entries[number]
-                if total is not None and root is not None:
-                    roots.append(root)
-                    cotangents.append(total)
+            apart = Contributions(roots, [None if n in single else t for n, t in enumerate(entries)])
             rebuilt.outputs, rebuilt.entries, outputs, entries = [], [], [], []
             wanted = [t for t in below if t is not None]
             # The leaves' hooks are the outer engine's to call.
             with held_back(leaves):
-                found = iter(capture(roots, cotangents, wanted))
+                sums = iter(capture(roots, cotangents, wanted))
     except RestartStep as restart:
         raise RebuildMismatchError(f"{restart}; it is remembered now: run forward and backward again") from None
     finally:
         env.generators.write(resume)
-    gradients = [None if t is None else next(found) for t in below]
-    inputs = len(rebuilt.inputs)
+    totals = [None if t is None else next(sums) for t in below]
+    totals[:inputs] = _passed(driver, call, call.index, totals[:inputs])
     if driver.tell is not None:
-        driver.tell(call, gradients[:inputs])
-    return _passed(driver, call, call.index, gradients[:inputs], first) + gradients[inputs:]
+        driver.tell(call, totals[:inputs])
+    return _into_slots(slots, totals, apart.found)
 
 
-def _passed(
-    driver: Driver, call: BlockCall, layer: int, grads: list[torch.Tensor | None], whole: list[bool]
+def _into_slots(
+    slots: list[int], totals: list[torch.Tensor | None], apart: list[list[torch.Tensor]]
 ) -> list[torch.Tensor | None]:
-    """The adjoints of one boundary behind the passes; those that are not `whole` yet are left alone."""
-    chosen = [(n, grad) for n, grad in enumerate(grads) if grad is not None and whole[n]]
+    """A gradient for each slot: the total of a tensor that is taken once, else one of its uses, in their order. Uses
+    beyond the slots are added to the last one."""
+    left: list[torch.Tensor | None] = []
+    for place, number in enumerate(slots):
+        if slots.count(number) == 1:
+            left.append(totals[number])
+            continue
+        uses, total = apart[number], totals[number]
+        if total is not None:
+            # A block that returns what it was given: that gradient came first.
+            uses.insert(0, total)
+            totals[number] = None
+        if not uses:
+            left.append(None)
+            continue
+        grad = uses.pop(0)
+        last = place + 1 == len(slots) or slots[place + 1] != number
+        while last and uses:
+            grad = grad + uses.pop(0)
+        left.append(grad)
+    return left
+
+
+def _passed(driver: Driver, call: BlockCall, layer: int, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The adjoints of one boundary behind the passes."""
+    chosen = [(n, grad) for n, grad in enumerate(grads) if grad is not None]
     if not len(driver.pipeline) or not chosen:
         return grads
     states = [AdjointState(tensor=grad, layer_id=layer, block=call.name) for _, grad in chosen]

@@ -3,8 +3,9 @@ called in the rebuild too.
 
 Note [Which hooks a rebuild calls]
     A rebuild runs the block's forward again, and a hook that only watches (counts, logs, collects) must not see that.
-    A hook that returned a value, wrote to a tensor, switched `requires_grad` or put a hook on a tensor has changed the
-    computation: LoRA adapters, quantizers and `enable_input_require_grads` work like that. So every run notes which
+    A hook that returned a value, wrote to a tensor, switched `requires_grad`, put a hook on a tensor or gave its module
+    another tensor has changed the computation: LoRA adapters, quantizers, `enable_input_require_grads`, the older
+    spectral norm work like that. So every run notes which
     hooks did any of it, and its rebuild calls those alone.
 """
 
@@ -38,17 +39,23 @@ def homes_of(own: Sequence[Home]) -> Sequence[Home]:
     return own
 
 
-def look(values: tuple[Any, ...]) -> list[tuple[int, bool, int]]:
-    """What a hook can change about the tensors that it is given."""
+def look(module: torch.nn.Module, values: tuple[Any, ...]) -> list[Any]:
+    """What a hook can change about the tensors that it is given and those of its module."""
     tensors = _tree.flatten(values)[0]
-    return [(t._version if not t.is_inference() else 0, t.requires_grad, len(t._backward_hooks or ())) for t in tensors]
+    own = [t for t in module.__dict__.values() if isinstance(t, torch.Tensor)]
+    own += [t for home in (module._parameters, module._buffers) for t in home.values() if t is not None]
+    seen: list[Any] = [(id(t), t._version) for t in own if not t.is_inference()]
+    for tensor in tensors:
+        version = 0 if tensor.is_inference() else tensor._version
+        seen.append((version, tensor.requires_grad, len(tensor._backward_hooks or ())))
+    return seen
 
 
 def _noting(hook: Callable[..., Any], key: HookKey, live: set[HookKey]) -> Callable[..., Any]:
     def call(module: torch.nn.Module, *values: Any) -> Any:
-        before = look(values)
+        before = look(module, values)
         result = hook(module, *values)
-        if result is not None or look(values) != before:
+        if result is not None or look(module, values) != before:
             live.add(key)
         return result
 

@@ -182,9 +182,9 @@ def _counted(
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         counts[label] += 1
-        before = None if live is None else look(args[1:])
+        before = None if live is None else look(args[0], args[1:])
         result = hook(*args, **kwargs)
-        if live is not None and (result is not None or look(args[1:]) != before):
+        if live is not None and (result is not None or look(args[0], args[1:]) != before):
             live.add(label)
         return result
 

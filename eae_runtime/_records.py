@@ -129,6 +129,7 @@ class Facts:
         "seen",
         "sources",
         "structure",
+        "uses",
         "watched",
         "writes",
         "written_buffers",
@@ -151,6 +152,8 @@ class Facts:
         self.live_hooks: set[HookKey] = set()
         # Generators of the host's side that the block draws from or holds.
         self.sources: list[Any] = list(structure.generators)
+        # How often the graph uses each input and then each leaf, at first sight.
+        self.uses: list[int] = []
         # Whether somebody outside has kept a tensor of the block's graph.
         self.leaks = False
         # Which outputs require grad, and whether any does.

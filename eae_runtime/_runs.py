@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +35,7 @@ from ._bits import exact_copy
 from ._leaves import graph_leaves
 from ._records import Facts, Rebuilt, Record, RestartStep
 from ._structure import Structure
+from ._uses import edges_to
 from .errors import BlockError, TensorTypeError
 
 __all__ = ["BlockRuns"]
@@ -203,8 +205,9 @@ class BlockRuns:
                 # Autocast keeps its cast of a leaf, as it does for weights, and would add up the gradients of all uses
                 # in the cast's type.
                 entry = leaf.view_as(leaf) if casts and not copied else leaf
+                entry = _Gate.apply(leaf, exact_copy(tensor), count) if copied else entry
                 entries.append(entry)
-                arguments.append(_Gate.apply(leaf, exact_copy(tensor), count) if copied else entry)
+                arguments.append(entry)
             else:
                 leaves.append(None)
                 entries.append(None)
@@ -308,7 +311,16 @@ class BlockRuns:
         new = [leaf for leaf in leaves if id(leaf) not in known]
         if new:
             facts.leaves = facts.leaves + new
+        if learn:
+            self._count_uses(rebuilt, facts)
         return rebuilt, [t.detach() for t in outputs]
+
+    @staticmethod
+    def _count_uses(rebuilt: Rebuilt, facts: Facts) -> None:
+        targets = [*rebuilt.entries, *facts.leaves]
+        edges = edges_to(rebuilt.outputs, targets)
+        uses = [len(e) + sum(t is root for root in rebuilt.outputs) for t, e in zip(targets, edges, strict=True)]
+        facts.uses = [max(a, b) for a, b in zip_longest(facts.uses, uses, fillvalue=0)]
 
     def _leaves_of(self, rebuilt: Rebuilt) -> list[torch.Tensor]:
         """The leaves of the graph that are not the block's inputs."""

@@ -191,6 +191,69 @@ def test_tied_and_borrowed_weights() -> None:
     assert_steps(plain, ours, torch.randn(3, 5), lambda y: y.square().sum(), steps=5)
 
 
+class Uses(nn.Module):
+    """Uses its input three times."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(self.norm(x))) * x + 0.3 * x
+
+
+class Around(nn.Module):
+    """Code around the blocks uses what they take: before them, after them, and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([Uses(6) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x)
+        x = x + self.layers[0](x)
+        early = torch.sin(x)
+        y = self.layers[1](x)
+        y += x
+        skip = y
+        y = self.layers[2](y) * early
+        return self.layers[3](y) + skip, y
+
+
+def test_code_around_the_blocks_uses_what_they_take() -> None:
+    """Each use adds up where plain PyTorch adds it; what is handed out is used outside too."""
+    plain, ours = pair(Around)
+    loss = lambda pair: pair[0].square().sum() + torch.exp(pair[1]).sum() + pair[0].sum()
+    assert_steps(plain, ours, torch.randn(4, 6), loss, steps=5)
+    for model in (plain, ours):
+        model.zero_grad()
+        torch.manual_seed(1)
+        x = torch.randn(4, 6)
+        (loss(model(x)) + 2 * loss(model(x + 1))).backward()
+    same_grads(ours, plain)
+    # Alone, without the whole model's forward.
+    for model in (plain, ours):
+        model.zero_grad()
+        x = torch.ones(4, 6, requires_grad=True)
+        (model.layers[0](x) + x * model.layers[1](x)).sum().backward()
+        model.seen = x.grad
+    assert torch.equal(plain.seen, ours.seen)
+    same_grads(ours, plain)
+
+
+def test_a_tensor_is_taken_once_where_its_block_alone_uses_it() -> None:
+    _, ours = pair(lambda: Row(*[Uses(6) for _ in range(3)]), blocks=["blocks.*"])
+    counts = []
+    for _ in range(3):
+        node = ours(torch.randn(4, 6, requires_grad=True)).grad_fn
+        counts.append(
+            sum(following is not None and "Node" in type(following).__name__ for following, _ in node.next_functions)
+        )
+    assert counts == [3, 1, 1]
+
+
 def test_the_same_module_twice() -> None:
     class Again(Model):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -380,6 +443,21 @@ def test_a_hook_that_only_switches_requires_grad() -> None:
         torch.manual_seed(1)
         cross(model(IDS)).backward()
     same_grads(ours, plain)
+
+
+def test_older_norms_that_set_the_weight_in_a_hook() -> None:
+    def make() -> nn.Module:
+        model = Model(layers=2)
+        for layer in model.layers:
+            torch.nn.utils.spectral_norm(layer.up)
+            torch.nn.utils.weight_norm(layer.down)
+        return model
+
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    ours = wrap(make())
+    assert_steps(plain, ours, steps=5)
 
 
 def test_a_hook_on_a_tensor_inside() -> None:
