@@ -76,6 +76,7 @@ class Node(torch.autograd.Function):
         ctx.door, ctx.record, ctx.leaves, ctx.slots = run.door, run.record, run.leaves, run.slots
         ctx.save_for_backward(*run.tensors)
         ctx.versions = _versions(run.door.call, run.leaves)
+        ctx.standing = run.record.facts.structure.tensors()
         # Not the tensors that autograd knows: it would take an output for a view of an input.
         return tuple([t.detach() for t in run.outputs])
 
@@ -91,7 +92,13 @@ class Node(torch.autograd.Function):
             )
         tensors = list(ctx.saved_tensors)
         _check_versions(call, ctx.versions)
-        return None, *_reverse(ctx.door, ctx.record, ctx.leaves, tensors, list(grads), ctx.slots)
+        structure = ctx.record.facts.structure
+        if not structure.same_modules():
+            raise RebuildMismatchError(
+                f"{call.where()}: its submodules were changed between forward and backward; call backward() first"
+            )
+        with structure.standing(ctx.standing):
+            return None, *_reverse(ctx.door, ctx.record, ctx.leaves, tensors, list(grads), ctx.slots)
 
 
 def _reverse(

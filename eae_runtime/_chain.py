@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ._ambient import Autocast, Generators
 from ._sharing import SharedLeaves
 from ._structure import Structure
 from .blockcall import BlockCall
 from .boundary_store import BoundaryStore
+from .errors import BlockError
 from .events import EventBus
 from .pipeline import AdjointPipeline
 from .profiler import Profiler
@@ -57,12 +59,22 @@ class Chain:
         self._look()
 
     def refresh(self) -> None:
-        """Looks at the blocks anew if they are not what they were."""
+        """Looks at the blocks anew if they are not what they were. Raises BlockError under parametrize.cached()."""
+        if parametrize._cache_enabled:
+            raise BlockError(
+                "parametrize.cached() is on: weights that blocks share through its cache have a graph that no block "
+                "owns. Leave it out around the runtime, which computes them anew in each block"
+            )
         if not self.structure.holds():
             for call in self.calls:
                 call.refresh()
             self.version += 1
             self._look()
+        if self.structure.lazy:
+            raise BlockError(
+                "the model has parameters without a shape (lazy modules); run it once under torch.no_grad() before the "
+                "first step"
+            )
 
     def _look(self) -> None:
         self.structure = Structure(self._modules)

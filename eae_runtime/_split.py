@@ -13,6 +13,7 @@ from ._losses import Loss, check_loss
 from ._program import ALL
 from ._records import RestartStep
 from ._sharing import Collector
+from ._structure import Structure
 from ._transaction import clipped
 from .adjoint import AdjointState
 from .errors import EAEError, LossError, PlanError, RebuildMismatchError
@@ -39,6 +40,8 @@ class Split:
         self._sweep: AnySweep | None = None
         # Of the parameters, at the forward.
         self._versions: list[tuple[torch.Tensor, int]] = []
+        # Of the chain, at the forward.
+        self._structure: Structure | None = None
 
     def forward(self, x: Any) -> Any:
         if self._runtime._ranks is not None:
@@ -72,6 +75,7 @@ class Split:
                 raise
             self._sweep = sweep
             self._versions = [(p, p._version) for p in self._runtime._trained()]
+            self._structure = None if isinstance(sweep, GraphSweep) else self._runtime._chain.structure
             self._runtime.steps += 1
             if events.wants(EventType.FORWARD_FINISHED):
                 events.emit(EventType.FORWARD_FINISHED, num_boundaries=len(self._runtime.boundary_store))
@@ -83,6 +87,10 @@ class Split:
         sweep = self._sweep
         if sweep is None:
             raise EAEError("backward() needs a forward() before it; each forward() serves one backward()")
+        if self._structure is not None and not self._structure.same_parts():
+            raise RebuildMismatchError(
+                "submodules or parameters were replaced between forward() and backward(); run forward() again"
+            )
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise RebuildMismatchError(

@@ -12,14 +12,18 @@ import random
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-__all__ = ["MACHINERY", "Structure", "own_attributes"]
+from .errors import BlockError
+
+__all__ = ["MACHINERY", "Structure", "own_attributes", "refuse_scripted"]
 
 _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
@@ -45,6 +49,7 @@ class Structure:
         "buffers",
         "generators",
         "hooks",
+        "lazy",
         "modules",
         "parameters",
         "signature",
@@ -53,9 +58,13 @@ class Structure:
     )
 
     def __init__(self, module: nn.Module) -> None:
+        """Raises BlockError for a torch.jit.ScriptModule."""
         self.modules: list[nn.Module] = list(module.modules())
+        refuse_scripted(module)
         self.training: list[bool] = [*map(_training, self.modules)]
         self.parameters: list[nn.Parameter] = list(module.parameters())
+        # Whether there are parameters without a shape yet.
+        self.lazy = any(map(is_lazy, self.parameters))
         self.buffers: list[dict[str, Any]] = [m._buffers for m in self.modules if m._buffers]
         self.hooks: list[dict[int, Any]] = [h for m in self.modules for h in (m._forward_pre_hooks, m._forward_hooks)]
         self.generators: list[Any] = _generators(self.modules)
@@ -86,14 +95,56 @@ class Structure:
         return (
             self.training_is(self.training)
             and [*map(len, self._homes)] == self._counts
-            and [*chain.from_iterable(map(dict.values, self._child_homes))] == self._children
-            and self._ids() == self._parameter_ids
+            and self.same_parts()
             and [*map(_requires_grad, self._own)] == self._needs
         )
+
+    def same_parameters(self, other: Structure) -> bool:
+        """Whether both have the same parameters in the same places."""
+        return self._parameter_ids == other._parameter_ids
+
+    def same_modules(self) -> bool:
+        """Whether the module still has the same submodules."""
+        return [*chain.from_iterable(map(dict.values, self._child_homes))] == self._children
+
+    def same_parts(self) -> bool:
+        """Whether the module still has the same submodules and parameters."""
+        return self.same_modules() and self._ids() == self._parameter_ids
+
+    def tensors(self) -> list[Any]:
+        """What stands in the places of parameters and buffers right now."""
+        return [*chain.from_iterable(map(dict.values, (*self._parameter_homes, *self.buffers)))]
+
+    @contextmanager
+    def standing(self, tensors: list[Any]) -> Iterator[None]:
+        """Has `tensors`, an earlier result of `tensors()`, stand in their places again (torch.func.functional_call puts
+        others there for one forward). Afterwards the places are as before."""
+        now = self.tensors()
+        if len(now) != len(tensors) or all(map(is_, now, tensors)):
+            yield
+            return
+        places = [(home, name) for home in (*self._parameter_homes, *self.buffers) for name in home]
+        try:
+            for (home, name), tensor in zip(places, tensors, strict=True):
+                home[name] = tensor
+            yield
+        finally:
+            for (home, name), tensor in zip(places, now, strict=True):
+                home[name] = tensor
 
     def training_is(self, flags: list[bool]) -> bool:
         """Whether the modules' training flags are `flags`."""
         return [*map(_training, self.modules)] == flags
+
+
+def refuse_scripted(module: nn.Module, name: str = "") -> None:
+    """Raises BlockError if the module is, or has in it, a torch.jit.ScriptModule. name: of the module."""
+    for path, part in module.named_modules(prefix=name):
+        if isinstance(part, torch.jit.ScriptModule):
+            raise BlockError(
+                f"{path or 'the block'} is a torch.jit.ScriptModule, whose parts cannot be looked at; use the module "
+                "that it was made from, with torch.compile if it has to be compiled"
+            )
 
 
 # What nn.Module keeps in a module's `__dict__` for itself, and how a module is called.
