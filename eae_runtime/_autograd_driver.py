@@ -10,6 +10,7 @@ Note [Who drives]
 from __future__ import annotations
 
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from . import _tree
 from ._ambient import Autocast, Generators
@@ -25,6 +27,7 @@ from ._block_finder import find_blocks
 from ._checks import level
 from ._hooks import homes_of, restricted
 from ._records import Environment, Facts, Record, RestartStep
+from ._structure import refuse_scripted
 from ._uses import edges_to
 from ._waiting import Waiting
 from .blockcall import BlockCall
@@ -190,11 +193,24 @@ class _Replaced:
         else:
             self.module.__dict__[self.place] = self.own
 
-    def inner(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def inner(self) -> Callable[..., Any]:
         """The module's own forward."""
-        if self.own is not None:
-            return self.own(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return self.own if self.own is not None else types.MethodType(type(self.module).forward, self.module)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """For whoever asks for the signature of a model's forward, to see which columns of a data set it takes."""
+        return self.inner
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """For whoever takes a bound forward apart and binds it anew, around a wrapper of its own."""
+        return lambda _, *args, **kwargs: self(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that stands in the module's place."""
+        raise NotImplementedError
 
 
 class Root(_Replaced):
@@ -264,6 +280,8 @@ class Door(_Replaced):
         needs = tuple([t.requires_grad for t in tensors])
         call = self.call
         call.refresh()
+        if call.structure.lazy:
+            return self._keep("its parameters have no shape before its first forward", args, kwargs)
         if not call.structure.trainable and not any(needs):
             return self.inner(*args, **kwargs)
         driver = self.driver
@@ -294,6 +312,11 @@ class Door(_Replaced):
         if facts.writes:
             # The outer tensor has to change too.
             return "it writes its input in place"
+        if facts.outer:
+            return "it reads a tensor that has a graph and is not its input"
+        if facts.leaks:
+            # A loss may come through it: an auxiliary loss in an attribute.
+            return "a tensor of its graph is held outside of it; detach() it if it is only looked at"
         given = {t.untyped_storage().data_ptr() for t in tensors}
         made = [t.untyped_storage().data_ptr() for t, need in zip(outputs, out_needs, strict=True) if need]
         if made and all(pointer in given for pointer in made):
@@ -371,6 +394,8 @@ def _is_transformed() -> bool:
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
+        # Parametrized weights are computed once for several blocks, with a graph that they share.
+        or parametrize._cache_enabled > 0
     )
 
 
@@ -402,6 +427,8 @@ def attach(model: nn.Module, config: RuntimeConfig, blocks: Iterable[str] | None
         raise ConfigError("this model is wrapped already; unwrap() it first")
     found = find_blocks(model, blocks)
     names = [name for name, _ in found]
+    for name, module in found:
+        refuse_scripted(module, name)
     lasts = {i for i, name in enumerate(names) if i + 1 == len(names) or _home(names[i + 1]) != _home(name)}
     driver = Driver(config, names, lasts)
     for index, (_, module) in enumerate(found):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-__all__ = ["capture", "accumulate", "graph_leaves", "held_back", "reaches"]
+__all__ = ["accumulate", "capture", "graph_leaves", "has_older", "held_back", "next_number", "reaches"]
 
 
 # What `torch.autograd.backward` and `grad` call in the end. Their own checks cost more than a small block's VJP.
@@ -47,6 +47,30 @@ def graph_leaves(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 else:
                     found[id(leaf)] = leaf
     return list(found.values())
+
+
+def next_number() -> int:
+    """The number that this thread's next node will have; later nodes have higher ones."""
+    node = torch.ones((), requires_grad=True).view(1).grad_fn
+    assert node is not None
+    return int(node._sequence_nr()) + 1
+
+
+def has_older(roots: Iterable[torch.Tensor], number: int) -> bool:
+    """Whether a node below `roots` other than a leaf's was made before that with `number`."""
+    stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if hasattr(node, "variable"):
+            continue
+        if node._sequence_nr() < number:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return False
 
 
 def reaches(root: torch.Tensor, targets: Sequence[torch.Tensor]) -> bool:

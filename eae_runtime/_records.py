@@ -126,6 +126,7 @@ class Facts:
         "live_hooks",
         "no_grad",
         "out_needs",
+        "outer",
         "seen",
         "sources",
         "structure",
@@ -156,6 +157,8 @@ class Facts:
         self.uses: list[int] = []
         # Whether somebody outside has kept a tensor of the block's graph.
         self.leaks = False
+        # Whether the block's graph goes on into one that was there before the block ran.
+        self.outer = False
         # Which outputs require grad, and whether any does.
         self.out_needs: tuple[bool, ...] = ()
         self.differentiable = False

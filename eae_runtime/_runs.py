@@ -21,6 +21,7 @@ Note [A graph that is dropped must not be used]
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import zip_longest
@@ -32,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from . import _tree
 from ._bits import exact_copy
-from ._leaves import graph_leaves
+from ._leaves import graph_leaves, has_older, next_number
 from ._records import Facts, Rebuilt, Record, RestartStep
 from ._structure import Structure
 from ._uses import edges_to
@@ -284,6 +285,9 @@ class BlockRuns:
             self._keep_saved = True
             raise RestartStep(self.where() + " differentiates in its forward") from None
         count.running = False
+        if count.alive and not facts.leaks:
+            # A reference cycle (an autograd.Function that keeps its output) is nobody's.
+            gc.collect()
         if count.alive:
             facts.leaks = True
             facts.no_grad = False
@@ -300,6 +304,7 @@ class BlockRuns:
         count: _Count | None = None,
     ) -> tuple[Rebuilt, list[torch.Tensor]]:
         """The block with its graph, and its outputs detached. Learns what only a graph shows."""
+        start = next_number() if learn else 0
         rebuilt, value = self._run_with_graph(tensors, shape, needs, facts, learn, count)
         facts.learned = True
         outputs, record.out_shape = self._outputs(value)
@@ -313,6 +318,7 @@ class BlockRuns:
             facts.leaves = facts.leaves + new
         if learn:
             self._count_uses(rebuilt, facts)
+            facts.outer = facts.outer or has_older(outputs, start)
         return rebuilt, [t.detach() for t in outputs]
 
     @staticmethod

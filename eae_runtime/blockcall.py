@@ -76,6 +76,9 @@ class BlockCall(BlockRuns):
             self.structure = Structure(self.module)
             self._hook_homes = self._find_hooks()
             self._last = None
+            # What was learnt with parameters that have gone would keep them alive.
+            for key in [k for k, f in self._facts.items() if not f.structure.same_parameters(self.structure)]:
+                del self._facts[key]
 
     def _find_hooks(self) -> list[dict[int, Any]]:
         """The dictionaries of forward hooks within the block that have hooks in them."""

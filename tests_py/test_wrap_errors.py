@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from eae_runtime import RuntimeConfig, pin, wrap
+from eae_runtime import EAERuntime, RuntimeConfig, pin, wrap
 from eae_runtime._autograd_driver import driver_of
 from eae_runtime.errors import BlockError, ConfigError, RebuildMismatchError, TensorTypeError
-from wrapped import IDS, Layer, Model, Row, assert_steps, cross, pair
+from wrapped import IDS, Layer, Model, Row, assert_steps, cross, pair, same_grads
 
 # -- pins and rebuilds that differ -----------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ def test_a_cache_that_the_block_changes(make: Callable[[], Any]) -> None:
 
 
 def test_a_tensor_of_the_graph_by_a_side_door() -> None:
-    """Kept for show it does no harm; a loss that uses it raises, in every step."""
+    """A block whose graph others hold keeps it, since a loss may come through: an auxiliary loss in an attribute."""
 
     class Side(nn.Module):
         def __init__(self, width: int) -> None:
@@ -202,11 +202,75 @@ def test_a_tensor_of_the_graph_by_a_side_door() -> None:
             return torch.tanh(h)
 
     plain, ours = pair(lambda: Model(layer=Side))
-    assert_steps(plain, ours)
     for _ in range(4):
-        loss = cross(ours(IDS)) + ours.layers[1].aux
-        with pytest.raises(BlockError, match=r"block 1 \(layers.1\).*kept outside"):
-            loss.backward()
+        for model in (plain, ours):
+            model.zero_grad()
+            (cross(model(IDS)) + model.layers[1].aux).backward()
+        same_grads(plain, ours)
+    assert all("held outside" in call.kept for call in driver_of(ours).calls)
+
+
+def test_a_tensor_of_the_graph_in_a_hook_of_the_first_run() -> None:
+    """The hook that collects is not called twice, so what it holds belongs to the run that was dropped."""
+    ours = wrap(Model())
+    seen: list[torch.Tensor] = []
+    ours.layers[1].up.register_forward_hook(lambda module, args, output: seen.append(output))
+    loss = cross(ours(IDS)) + seen[0].mean()
+    with pytest.raises(BlockError, match=r"block 1 \(layers.1\).*kept outside"):
+        loss.backward()
+    plain, ours = pair(Model)
+    assert_steps(plain, ours)
+
+
+def test_a_reference_cycle_is_not_somebody_who_holds_the_graph() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.mine = x * 2
+            return ctx.mine
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    class Cycle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Doubled.apply(torch.tanh(self.linear(x)))
+
+    ours = wrap(Row(Cycle(), Cycle()))
+    for _ in range(3):
+        ours(torch.ones(2, 4)).sum().backward()
+    assert [call.rebuilds for call in driver_of(ours).calls] == [3, 3]
+
+
+def test_scripted_and_lazy_blocks() -> None:
+    scripted = nn.ModuleList([torch.jit.script(nn.Linear(4, 4)) for _ in range(2)])
+    with pytest.raises(BlockError, match=r"blocks\.1\.0 is a torch\.jit\.ScriptModule"):
+        wrap(Row(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(scripted[0])))
+    with pytest.raises(BlockError, match="ScriptModule"):
+        EAERuntime(nn.Sequential(nn.Linear(4, 4), scripted[1]), None)
+
+    def lazy() -> nn.Module:
+        return Row(*[nn.Sequential(nn.LazyLinear(5), nn.Tanh()) for _ in range(3)])
+
+    models = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        models.append(wrap(lazy()) if wrapped else lazy())
+        for _ in range(3):
+            models[-1](torch.ones(2, 5)).sum().backward()
+    for p, q in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(p.grad, q.grad)
+    assert [call.rebuilds for call in driver_of(models[1]).calls] == [2, 2, 2]
+    with EAERuntime(nn.Sequential(nn.LazyLinear(5), nn.Tanh()), None) as runtime:
+        with pytest.raises(BlockError, match="without a shape"):
+            runtime.train_step(torch.ones(2, 5), lambda y: y.sum())
+        runtime.blocks[0](torch.ones(2, 5))
+        runtime.train_step(torch.ones(2, 5), lambda y: y.sum())
 
 
 def test_blocks_are_named() -> None:
