@@ -36,6 +36,14 @@ def live():
 def files():
     return sorted(path.name for path in FOLDER.rglob("*"))
 
+def once_moving(act):
+    '''Calls `act` on a thread as soon as the disk tier writes a boundary.'''
+    def wait():
+        while not any(".eaeb" in name for name in files()):
+            time.sleep(0.01)
+        act()
+    threading.Thread(target=wait, daemon=True).start()
+
 def slow_disk(seconds):
     '''The disk tier waits that long before each 256 KiB.'''
     real = _bridge.call

@@ -241,7 +241,7 @@ def test_ctrl_c_in_a_wait_for_the_disk(folder: Path, scheduler: str) -> None:
 before = live()
 threads = threading.active_count()
 runtime = make([Pass(), Pass(), Pass()], scheduler={scheduler!r}, passes=[])
-threading.Timer(1.0, interrupt).start()
+once_moving(interrupt)
 try:
     step(runtime, ROWS, WIDTH)
     seconds = None
@@ -269,7 +269,7 @@ store = BoundaryStore(tier="disk", directory=FOLDER, is_async={is_async})
 big = torch.ones(ROWS, WIDTH)
 if {call!r} == "get":
     store.put(0, big)
-threading.Timer(0.5, interrupt).start()
+once_moving(interrupt) if {call!r} == "put" else threading.Timer(0.5, interrupt).start()
 try:
     store.put(0, big) if {call!r} == "put" else store.get(0)
     seconds = None

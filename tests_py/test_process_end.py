@@ -16,10 +16,14 @@ SOON = 5.0
 MIDDLE = (
     SLOW
     + """
+calls = 0
+
 class Leave(Pass):
     def forward(self, x):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == CALL:
+        # Not an attribute: a rebuild sees those as they were.
+        global calls
+        calls += 1
+        if calls == CALL:
             report(at=time.monotonic(), files=len(files()))
             leave()
         return super().forward(x)
@@ -57,8 +61,10 @@ def test_an_unhandled_exception_inside_a_step(folder: Path) -> None:  # noqa: F8
 def test_sys_exit_while_another_thread_is_inside_a_step(folder: Path) -> None:  # noqa: F811
     code = """
 CALL = 2 ** 60
+moving = threading.Event()
+once_moving(moving.set)
 threading.Thread(target=big_step, daemon=True).start()
-time.sleep(1)
+moving.wait()
 report(at=time.monotonic(), files=len(files()))
 sys.exit(4)
 """
@@ -93,7 +99,7 @@ def test_the_end_of_a_process_by_sigterm(folder: Path) -> None:  # noqa: F811
 def end():
     report(at=time.monotonic(), files=len(files()))
     os.kill(os.getpid(), signal.SIGTERM)
-threading.Timer(1.0, end).start()
+once_moving(end)
 CALL = 2 ** 60
 big_step()
 """

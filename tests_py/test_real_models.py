@@ -82,13 +82,20 @@ def test_training(name: str) -> None:
 
 
 def test_autocast(name: str) -> None:
+    """Where the processor has no kernel for it (an LSTM in bfloat16), the error is plain PyTorch's."""
     real = MODELS[name]
     model, inputs = built(real)
     ours = wrap(copy.deepcopy(model))
     for number in range(2):
         model.zero_grad()
         ours.zero_grad()
-        assert torch.equal(step(model, real, inputs, number, True), step(ours, real, inputs, number, True))
+        found = []
+        for one in (model, ours):
+            try:
+                found.append(step(one, real, inputs, number, True).item())
+            except RuntimeError as error:
+                found.append(str(error))
+        assert found[0] == found[1]
         assert differing(model, ours) == []
 
 
