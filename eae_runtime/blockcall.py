@@ -57,9 +57,10 @@ class BlockCall(BlockRuns):
         self._last: tuple[Any, Any, Any, tuple[bool, ...], Autocast, Facts] | None = None
         self._hook_homes = self._find_hooks()
         self.label = "reconstruct:" + name
-        # Runs that kept no graph, and rebuilds.
+        # Runs that kept no graph, rebuilds, and those of them that were compared with their forward.
         self.forwards = 0
         self.rebuilds = 0
+        self.compared = 0
         # Why this block keeps its graph as in plain PyTorch; None for one that is rebuilt.
         self.kept: str | None = None
 
@@ -309,6 +310,7 @@ class BlockCall(BlockRuns):
         del value
         self._check_kinds(record, rebuilt.outputs, out_shape, action)
         if record.prints is not None:
+            self.compared += 1
             number = first_difference(rebuilt.outputs, record.prints[0])
             if number is not None:
                 self._raise_mismatch(number, record, tensors, env, rebuilt.outputs, action)

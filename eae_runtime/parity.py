@@ -71,12 +71,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class BlockLine:
-    """One block: how often it ran and was rebuilt in the last round, and why it was kept instead, if it was."""
+    """One block.
+
+    forwards, rebuilds  how often it ran and was rebuilt in the last round
+    kept                why it keeps its graph instead, if it does
+    compared            rebuilds of all rounds whose outputs were compared with the forward's (verify_rebuild)
+    skipped             why that cannot be done for this block, if it cannot
+    """
 
     name: str
     forwards: int
     rebuilds: int
     kept: str | None
+    compared: int = 0
+    skipped: str | None = None
 
 
 @dataclass
@@ -128,9 +136,10 @@ class Report:
             lines.append(f"  * {difference} (round {difference.round})")
         for name in self.unstable:
             lines.append(f"  plain PyTorch is not deterministic: {name}")
-        kept = [b for b in self.blocks if b.kept is not None]
         lines.append(f"  blocks rebuilt   {self.rebuilt:>5} of {len(self.blocks)}")
-        lines += [f"  kept: {b.name}, {b.kept}" for b in kept]
+        lines += [f"  kept: {b.name}, {b.kept}" for b in self.blocks if b.kept is not None]
+        lines.append(f"  rebuilds         {sum(b.compared for b in self.blocks):>5} compared with their forwards")
+        lines += [f"  not compared: {b.name}, {b.skipped}" for b in self.blocks if b.skipped is not None]
         if self.peak_plain:
             lines.append(
                 f"  step peak        {_size(self.peak)}, plain {_size(self.peak_plain)} "
@@ -203,13 +212,25 @@ def _run_ours(side: _Side, bench: Bench, expected: Outcome, report: Report) -> N
                     seen.add((found.kind, found.name))
                     report.differences.append(found)
             before += [(0, 0)] * (len(side.calls()) - len(before))
-            report.blocks = [
-                BlockLine(c.name, c.forwards - f, c.rebuilds - r, c.kept)
-                for c, (f, r) in zip(side.calls(), before, strict=True)
-            ]
+            report.blocks = [_line(c, f, r, side.config) for c, (f, r) in zip(side.calls(), before, strict=True)]
         report.peak = _peak(side, bench)
     except Exception as error:
         report.differences.append(Difference("error", type(error).__name__, str(error)))
+
+
+def _line(call: BlockCall, forwards: int, rebuilds: int, config: RuntimeConfig | None) -> BlockLine:
+    """The block's line after a round. forwards, rebuilds: its counts before the round."""
+    config = config if config is not None else RuntimeConfig()
+    skipped = None
+    if call.kept is not None:
+        skipped = "it keeps its graph"
+    elif call.rebuilds == 0:
+        skipped = "it is not rebuilt"
+    elif config.boundary_precision is not None:
+        skipped = f"it is rebuilt from inputs rounded to {config.boundary_precision} (boundary_precision)"
+    elif config.verify_rebuild == "off":
+        skipped = 'verify_rebuild="off"'
+    return BlockLine(call.name, call.forwards - forwards, call.rebuilds - rebuilds, call.kept, call.compared, skipped)
 
 
 def _peak(side: _Side, bench: Bench) -> int:
@@ -246,6 +267,7 @@ class _Side:
 
     outputs: Any
     loss: torch.Tensor
+    config: RuntimeConfig | None = None
 
     def run(self, inputs: Any) -> None:
         """Forward and backward."""
@@ -294,6 +316,7 @@ class _Wrapped(_Plain):
         blocks: list[str] | None,
     ) -> None:
         super().__init__(call, loss_fn)
+        self.config = config
         self._model = wrap(model, config, blocks)
         self._calls = driver_of(model).calls
 
@@ -306,6 +329,7 @@ class _Wrapped(_Plain):
 
 class _Chain(_Side):
     def __init__(self, model: Any, config: RuntimeConfig | None, loss_fn: LossFn) -> None:
+        self.config = config
         self._runtime = EAERuntime(model, None, config)
         self._loss_fn = loss_fn
 

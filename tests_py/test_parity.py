@@ -71,6 +71,32 @@ def test_peak_and_rebuilt_blocks_are_in_the_report() -> None:
     assert text.startswith("ok: bitwise, chain driver") and "blocks rebuilt       7 of 8" in text and "MB" in text
 
 
+def test_what_is_not_compared_with_its_forward_is_named() -> None:
+    class InPlace(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.mul_(0.5))
+
+    torch.manual_seed(0)
+    chain_of = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    writes = nn.Sequential(nn.Linear(8, 8), InPlace(8, 8), nn.Linear(8, 8))
+    x, square = torch.randn(3, 8), lambda y: y.square().mean()
+
+    def skipped(of: nn.Module, config: RuntimeConfig | None = None, driver: str = "chain") -> list[str | None]:
+        report = verify(of, x, square, config, driver=driver)
+        # Every block in two rounds, one more in the third.
+        whole = [b for b in report.blocks if b.skipped is None]
+        assert sum(b.compared for b in whole) in (0, 2 * len(whole), 2 * len(whole) + 1)
+        assert f"{sum(b.compared for b in report.blocks):>5} compared with their forwards" in str(report)
+        assert all(f"not compared: {b.name}, {b.skipped}" in str(report) for b in report.blocks if b.skipped)
+        return [b.skipped for b in report.blocks]
+
+    assert skipped(chain_of) == [None] * 3 + ["it is not rebuilt"]
+    assert skipped(writes, driver="autograd") == [None, "it keeps its graph", None]
+    assert skipped(chain_of, RuntimeConfig(verify_rebuild="off"))[0] == 'verify_rebuild="off"'
+    rounded = skipped(chain_of, RuntimeConfig(boundary_precision=torch.float16))
+    assert rounded[0] == "it is rebuilt from inputs rounded to torch.float16 (boundary_precision)"
+
+
 # -- planted faults: each breaks a mechanism of the runtime ------------------------------------------------------------
 
 
