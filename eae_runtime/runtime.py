@@ -66,8 +66,8 @@ Gradients = dict[torch.Tensor, torch.Tensor]
 class EAERuntime:
     """Trains a model of blocks with the memory of their boundaries and one block's interior.
 
-    model: a chain of blocks (an `nn.Sequential`, an `nn.ModuleList`, a list of modules), or an ordinary module: it keeps
-    its own forward, and its repeated layers become blocks as with `wrap`; one without any is a chain of one block.
+    model: a chain of blocks (an `nn.Sequential`, an `nn.ModuleList`, a list of modules), or an ordinary module: it
+    keeps its own forward, and its repeated layers become blocks as with `wrap`; one without is a chain of one block.
     optimizer: stepped by :meth:`train_step`; None leaves the gradients in `.grad`.
     config: see :class:`RuntimeConfig`.
 

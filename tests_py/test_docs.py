@@ -25,5 +25,6 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
 
 def test_every_file_that_the_documents_link_to_is_there() -> None:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+        prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", prose):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
