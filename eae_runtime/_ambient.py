@@ -2,9 +2,8 @@
 
 Note [What a rebuild replays]
     A block's forward depends on more than its input: the generators it draws from, the autocast region it stands in and
-    its training flags. All of it is recorded before the block runs and put back around its rebuild. The generators are
-    read once a block (0.8 us) and set once a rebuild (0.2 us): comparing states to find blocks that do not draw costs
-    more.
+    its training flags. All of it is recorded before the block runs and put back around its rebuild. Blocks that do not
+    draw have no snapshot of the generators: see Note [Blocks that do not draw] in `_records.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +37,11 @@ class Generators:
         self.write: Callable[[Any], Any] = _cpu.set_state
         self.add(devices)
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The accelerators whose generators are included."""
+        return self._devices
+
     def add(self, devices: Iterable[torch.device]) -> None:
         """Includes the generators of `devices`; the CPU's is always included."""
         known = dict.fromkeys(self._devices)
@@ -69,11 +73,11 @@ class Generators:
             torch.get_device_module(device.type).set_rng_state(one, device)
 
 
-def host_sources() -> list[Any]:
-    """The generators behind the functions of `random` and, where it is in use, of `numpy.random`."""
-    sources: list[Any] = [random.seed.__self__]  # type: ignore[attr-defined]
+def host_sources() -> dict[str, Any]:
+    """The generators behind the functions of `random` and, where it is in use, of `numpy.random`, by these names."""
+    sources: dict[str, Any] = {"random": random.seed.__self__}  # type: ignore[attr-defined]
     if "numpy.random" in sys.modules:
-        sources.append(sys.modules["numpy.random"].mtrand._rand)
+        sources["numpy.random"] = sys.modules["numpy.random"].mtrand._rand
     return sources
 
 

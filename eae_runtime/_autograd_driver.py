@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _tree
 from ._ambient import Autocast, Generators
@@ -36,10 +37,12 @@ from .config import RuntimeConfig
 from .errors import BlockError, ConfigError
 from .pipeline import AdjointPipeline
 
-__all__ = ["Driver", "attach", "driver_of", "unwrap", "wrap"]
+__all__ = ["Driver", "attach", "detach", "driver_of", "unwrap", "wrap"]
 
 # Whole forwards that show who uses what the blocks take, at first and from time to time.
 _LEARNING, _LEARN_AGAIN = 2, 64
+
+_WRITES = "it writes its input in place"
 
 # Repetitions of a block's run in which it does something new each time.
 _MOST_RUNS = 8
@@ -65,10 +68,13 @@ class Driver:
         self.generators = Generators()
         self.autocast: Autocast | None = None
         self.local = _Local()
+        # Whether a runtime lends pipeline, generators and store.
+        self.owned = False
+        self.ended = False
         self._waiting: Waiting | None = None
         self.tell: Callable[[BlockCall, Sequence[torch.Tensor | None]], None] | None = None
-        # By id of a leaf, the blocks that read it.
-        self._readers: dict[int, set[int]] = {}
+        # The blocks that read a leaf.
+        self._readers = WeakTensorKeyDictionary()
         # Whether an input of a block, by the numbers of both, is used outside of the block too.
         self._elsewhere: dict[tuple[int, int], bool] = {}
 
@@ -115,11 +121,11 @@ class Driver:
     def note_readers(self, index: int, leaves: list[torch.Tensor]) -> None:
         """Remembers that a block reads these leaves."""
         for leaf in leaves:
-            self._readers.setdefault(id(leaf), set()).add(index)
+            self._readers.setdefault(leaf, set()).add(index)
 
     def is_shared(self, leaf: torch.Tensor) -> bool:
         """Whether several blocks were seen to read the leaf."""
-        return len(self._readers.get(id(leaf), ())) > 1
+        return len(self._readers.get(leaf, ())) > 1
 
     def is_used_elsewhere(self, index: int, number: int) -> bool:
         """Whether an input of a block is used outside of the block too. Until a whole forward has shown it, it may
@@ -147,14 +153,20 @@ class Driver:
         generators: Generators,
         tell: Callable[[BlockCall, Sequence[torch.Tensor | None]], None],
     ) -> None:
-        """Takes another owner's parts in place of its own; the owner closes them. `tell` is called after each VJP with
+        """Takes a runtime's parts in place of its own; the runtime closes them. `tell` is called after each VJP with
         the gradients of the block's inputs."""
+        self.pipeline.close()
+        self.owned = True
         self.pipeline, self.generators, self.tell = pipeline, generators, tell
         if store.offload or store.precision is not None:
             self._waiting = Waiting(store, self.config.prefetch)
 
     def close(self) -> None:
-        """Gives back what the core holds."""
+        """Ends the driver: doors that are still called (somebody has wrapped something around one) let everything
+        through. Gives back what the core holds, if that is the driver's own."""
+        self.ended = True
+        if self.owned:
+            return
         if self._waiting is not None:
             self._waiting.close()
             self._waiting = None
@@ -218,7 +230,7 @@ class Root(_Replaced):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         local = self.driver.local
-        if not torch.is_grad_enabled() or local.inside or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or local.inside or self.driver.ended or torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
         driver = self.driver
         learns = driver.forwards < _LEARNING or driver.forwards % _LEARN_AGAIN == 0
@@ -245,6 +257,8 @@ class Door(_Replaced):
         self._call: BlockCall | None = None
         # By mode and shape, why the block keeps its graph.
         self._kept: weakref.WeakKeyDictionary[Facts, str] = weakref.WeakKeyDictionary()
+        # The leaves that the driver has been told of.
+        self._noted: list[torch.Tensor] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {n: getattr(self, n) for n in ("module", "driver", "own", "place", "index")}
@@ -271,7 +285,7 @@ class Door(_Replaced):
         return self.inner(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or _is_transformed():
+        if not torch.is_grad_enabled() or self.driver.ended or torch.is_inference_mode_enabled() or _is_transformed():
             return self.inner(*args, **kwargs)
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
             tensors, shape = [args[0]], _tree.SINGLE
@@ -292,13 +306,12 @@ class Door(_Replaced):
         reason = self._kept.get(facts)
         if reason is None:
             ran = self._run([t.detach() for t in tensors], shape, needs, env, facts)
-            reason = self._kept.get(facts)
-            if reason is None:
+            if ran is not None:
                 call.kept = None
                 return self._deliver(tensors, needs, *ran)
             # Nothing outside has been touched yet, and the hooks that only watch have been called.
             with restricted(homes_of(call.structure.hooks[2:]), facts.live_hooks):
-                return self._keep(reason, args, kwargs)
+                return self._keep(self._kept[facts], args, kwargs)
         return self._keep(reason, args, kwargs)
 
     def _keep(self, reason: str, args: Any, kwargs: Any) -> Any:
@@ -311,7 +324,7 @@ class Door(_Replaced):
         """Why only the block's own graph will do, if so."""
         if facts.writes:
             # The outer tensor has to change too.
-            return "it writes its input in place"
+            return _WRITES
         if facts.outer:
             return "it reads a tensor that has a graph and is not its input"
         if facts.leaks:
@@ -331,9 +344,9 @@ class Door(_Replaced):
         needs: tuple[bool, ...],
         env: Environment,
         facts: Facts,
-    ) -> tuple[list[torch.Tensor], tuple[bool, ...], Record]:
-        """Runs the block without a graph. A run that failed, or one that shows a reason to keep the graph, leaves
-        everything as it was before."""
+    ) -> tuple[list[torch.Tensor], tuple[bool, ...], Record] | None:
+        """Runs the block without a graph. A run that failed, or one that shows a reason to keep the graph (None is
+        returned, and `_kept` has the reason), leaves everything as it was before."""
         random = env.generators.read()
         for _ in range(_MOST_RUNS):
             undo: list[Record] = []
@@ -343,19 +356,20 @@ class Door(_Replaced):
                 reason = self._why_kept(tensors, outputs, out_needs, facts)
                 if reason is not None:
                     self._kept[facts] = reason
-                done = reason is None
+                    return None
+                done = True
                 return outputs, out_needs, record
             except RestartStep:
                 if facts.writes:
-                    self._kept[facts] = "it writes its input in place"
-                    return [], (), undo[0]
+                    self._kept[facts] = _WRITES
+                    return None
             finally:
                 if env.autocast.active:
                     # What was cast for the block has no graph that goes on from here.
                     torch.clear_autocast_cache()
                 if not done:
-                    for record in undo:
-                        record.undo()
+                    for one in undo:
+                        one.undo()
                     env.generators.write(random)
         raise BlockError(f"{self.call.where()} does something new in every run of one forward")
 
@@ -370,7 +384,9 @@ class Door(_Replaced):
         """The block's outputs, those that need a gradient as outputs of its node."""
         if any(out_needs):
             driver = self.driver
-            driver.note_readers(self.index, record.facts.leaves)
+            if record.facts.leaves is not self._noted:
+                self._noted = record.facts.leaves
+                driver.note_readers(self.index, self._noted)
             run = Run(self, record, tensors, needs, outputs, out_needs)
             if driver.local.taken is not None:
                 pairs = enumerate(zip(tensors, needs, strict=True))
@@ -406,14 +422,21 @@ def wrap(model: nn.Module, config: RuntimeConfig | None = None, blocks: Iterable
 
     config: see RuntimeConfig. Of its fields, passes, boundary_tier, boundary_offload, boundary_precision, prefetch,
     disk_dir, disk_max_bytes, timeout, pin_memory, compute_dtype, memory and verify_rebuild apply, and the schedulers
-    "sequential" and "async" (moves to tiers run ahead); the rest raises ConfigError.
+    "sequential" and "async" (moves to tiers run ahead). loss_scaler, grad_clip_norm, num_microbatches, random_streams,
+    block_ranks and trace raise ConfigError: training code and engine decide these. `seed` has been used by then; the
+    others (backend, enable_profiler, log_level) concern a runtime and change nothing here.
     blocks: names of modules, with `*` and `?` (`["encoder.layer.*", "head"]`); None: the layers of an nn.Sequential, or
     those of the longest nn.ModuleList of one class.
 
-    A block that writes to its input in place keeps its graph as in plain PyTorch. `unwrap` undoes this. Copies and
-    pickles of the model are wrapped alike.
+    A block keeps its graph as in plain PyTorch where only that will do: it writes to its input in place, reads a tensor
+    that has a graph and is no input of it, has a tensor of its graph held outside of it, returns views of its inputs,
+    or has lazy parameters (`verify` names such blocks). `unwrap` undoes this. Copies and pickles of the model are
+    wrapped alike.
 
-    Raises ConfigError when no blocks are found, a name is wrong, or the model is wrapped already.
+    Raises ConfigError when no blocks are found, a name is wrong, or the model is wrapped already, BlockError for a
+    block that is a torch.jit.ScriptModule. Later, the backward raises BlockError for `create_graph=True`, and
+    RebuildMismatchError where parameters, submodules or inputs were changed since the forward or a rebuilt block has
+    other bits.
     """
     config = config if config is not None else RuntimeConfig()
     _check_config(model, config)
@@ -423,7 +446,7 @@ def wrap(model: nn.Module, config: RuntimeConfig | None = None, blocks: Iterable
 
 def attach(model: nn.Module, config: RuntimeConfig, blocks: Iterable[str] | None = None) -> Driver:
     """Wraps a model without looking at the config. Returns its driver."""
-    if any(_door_of(module) is not None for module in model.modules()):
+    if any(_replacement_of(module) is not None for module in model.modules()):
         raise ConfigError("this model is wrapped already; unwrap() it first")
     found = find_blocks(model, blocks)
     names = [name for name, _ in found]
@@ -453,12 +476,13 @@ def _check_config(model: nn.Module, config: RuntimeConfig) -> None:
             f"scheduler={config.scheduler!r}: under wrap() the model's own forward and the engine keep the order; "
             "allowed is 'sequential', 'async'"
         )
-    for name, default in (("num_microbatches", 1), ("grad_clip_norm", None), ("random_streams", None)):
-        if getattr(config, name) != default:
+    plain = RuntimeConfig()
+    for name in ("num_microbatches", "grad_clip_norm", "loss_scaler", "random_streams", "block_ranks", "trace"):
+        if getattr(config, name) != getattr(plain, name):
             raise ConfigError(f"{name} has no effect under wrap(): the training code decides that; leave it out")
 
 
-def _door_of(module: nn.Module) -> _Replaced | None:
+def _replacement_of(module: nn.Module) -> _Replaced | None:
     for place in ("forward", "_compiled_call_impl"):
         found = module.__dict__.get(place)
         if isinstance(found, _Replaced):
@@ -469,7 +493,7 @@ def _door_of(module: nn.Module) -> _Replaced | None:
 def driver_of(model: nn.Module) -> Driver:
     """The driver of a wrapped model. Raises ConfigError for one that is not wrapped."""
     for module in model.modules():
-        door = _door_of(module)
+        door = _replacement_of(module)
         if door is not None:
             return door.driver
     raise ConfigError(f"{type(model).__name__} is not wrapped")
@@ -477,13 +501,25 @@ def driver_of(model: nn.Module) -> Driver:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Undoes `wrap`: the model's forwards are its own again. Returns the model. Does nothing for one that is not
-    wrapped."""
-    drivers: dict[int, Driver] = {}
-    for module in model.modules():
-        door = _door_of(module)
-        if door is not None:
-            door.leave()
-            drivers[id(door.driver)] = door.driver
+    wrapped. Call it when no backward is pending: boundaries that wait on the host or disk tier go.
+
+    Raises ConfigError for a model that an EAERuntime has wrapped for itself; its `close()` undoes that.
+    """
+    if any(replaced.driver.owned for replaced in _replacements(model)):
+        raise ConfigError("this model is in use by an EAERuntime, which has wrapped it; close() that instead")
+    return detach(model)
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """`unwrap`, also for a runtime's model."""
+    drivers = {}
+    for replaced in _replacements(model):
+        replaced.leave()
+        drivers[id(replaced.driver)] = replaced.driver
     for driver in drivers.values():
         driver.close()
     return model
+
+
+def _replacements(model: nn.Module) -> list[_Replaced]:
+    return [replaced for replaced in map(_replacement_of, model.modules()) if replaced is not None]

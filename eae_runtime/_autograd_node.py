@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._leaves import capture, held_back
-from ._records import Environment, Record, RestartStep
+from ._records import Environment, Record, Remembered, RestartStep
 from ._uses import Contributions
 from .adjoint import AdjointState
 from .blockcall import BlockCall
@@ -125,16 +126,17 @@ def _reverse(
             roots = [t for t, grad in zip(outputs, grads, strict=True) if grad is not None]
             cotangents = [grad for grad in grads if grad is not None]
             inputs, below = len(rebuilt.inputs), [*rebuilt.inputs, *leaves]
-            single = {number for number in slots if slots.count(number) == 1}
+            single = {number for number, count in Counter(slots).items() if count == 1}
             entries = [*rebuilt.entries, *leaves]
             apart = Contributions(roots, [None if n in single else t for n, t in enumerate(entries)])
+            # The VJP frees the graph as it goes; whoever holds a tensor of it would keep its memory.
             rebuilt.outputs, rebuilt.entries, outputs, entries = [], [], [], []
             wanted = [t for t in below if t is not None]
             # The leaves' hooks are the outer engine's to call.
             with held_back(leaves):
                 sums = iter(capture(roots, cotangents, wanted))
     except RestartStep as restart:
-        raise RebuildMismatchError(f"{restart}; it is remembered now: run forward and backward again") from None
+        raise Remembered(f"{restart}; it is remembered now: run forward and backward again") from None
     finally:
         env.generators.write(resume)
     totals = [None if t is None else next(sums) for t in below]
@@ -150,8 +152,9 @@ def _into_slots(
     """A gradient for each slot: the total of a tensor that is taken once, else one of its uses, in their order. Uses
     beyond the slots are added to the last one."""
     left: list[torch.Tensor | None] = []
+    counts = Counter(slots)
     for place, number in enumerate(slots):
-        if slots.count(number) == 1:
+        if counts[number] == 1:
             left.append(totals[number])
             continue
         uses, total = apart[number], totals[number]

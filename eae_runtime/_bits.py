@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["exact_copy", "same_bits", "same_random"]
+__all__ = ["different_places", "exact_copy", "same_bits", "same_random"]
 
 
 def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,6 +34,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(_raw_bytes(a), _raw_bytes(b)))
 
 
+def different_places(a: torch.Tensor, b: torch.Tensor) -> int:
+    """How many elements of two dense tensors of one shape and type differ in a bit."""
+    size = a.element_size()
+    return int((_raw_bytes(a).view(-1, size) != _raw_bytes(b).view(-1, size)).any(1).sum())
+
+
 def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A dimension of one element may have any stride and the tensor still be contiguous; a view as bytes wants 1.
@@ -41,6 +47,7 @@ def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_random(a: Any, b: Any) -> bool:
+    """Whether two states that `Generators.read` returned are the same."""
     if isinstance(a, torch.Tensor):
         return bool(torch.equal(a, b))
     return bool(torch.equal(a[0], b[0])) and all(torch.equal(s, t) for (_, s), (_, t) in zip(a[1], b[1], strict=True))

@@ -6,6 +6,7 @@ The model, the optimizer and the LR scheduler have state dictionaries of their o
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +32,9 @@ def state_of(runtime: EAERuntime) -> dict[str, Any]:
         "blocks": list(runtime.block_names),
         "passes": _pass_names(runtime),
         "pass_state": copy.deepcopy(runtime.pipeline.state()),
+        "pass_state_before": copy.deepcopy(runtime._training.states_before) if pending else None,
         "random": _plain(runtime._chain.generators.read()),
-        "host_random": [_plain(read_source(source)) for source in host_sources()],
+        "host_random": {name: _plain(read_source(source)) for name, source in host_sources().items()},
         "seed": runtime._seed,
         "steps": runtime.steps,
         "pending": pending,
@@ -59,22 +61,31 @@ def load_state(runtime: EAERuntime, state: dict[str, Any]) -> None:
     unknown = [name for name in state["gradients"] if name not in names]
     if unknown:
         raise ConfigError(f"the state has gradients of {unknown}, which this runtime's blocks do not have")
-    runtime.pipeline.load_state(copy.deepcopy(state["pass_state"]))
-    if scaler is not None:
-        scaler.load_state_dict(state["loss_scaler"])
-    runtime._training.pending, runtime._training.accumulate = state["pending"], state["accumulate"]
+    random = _random(state["random"], runtime)
+    hosts = _host_states(state["host_random"])
+    before = runtime.pipeline.state()
+    try:
+        runtime.pipeline.load_state(copy.deepcopy(state["pass_state"]))
+        if scaler is not None:
+            scaler.load_state_dict(state["loss_scaler"])
+    except BaseException:
+        runtime.pipeline.load_state(before)
+        raise
+    training = runtime._training
+    training.pending, training.accumulate = state["pending"], state["accumulate"]
+    training.states_before = copy.deepcopy(state["pass_state_before"])
     if state["pending"]:
         for name, parameter in names.items():
             grad = state["gradients"].get(name)
             parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
     runtime._seed, runtime.steps = state["seed"], state["steps"]
-    runtime._chain.generators.write(_random(state["random"]))
-    for source, saved in zip(host_sources(), state["host_random"], strict=False):
-        write_source(source, _source_state(saved))
+    runtime._chain.generators.write(random)
+    for source, saved in hosts:
+        write_source(source, saved)
 
 
 def _names(runtime: EAERuntime) -> dict[str, torch.Tensor]:
-    """The parameters that are trained, by block and path; a shared one under its first name."""
+    """All parameters by block and path; a shared one under its first name."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, module in runtime._named_modules():
         for path, parameter in module.named_parameters():
@@ -97,11 +108,26 @@ def _plain(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") and not isinstance(state, torch.Tensor) else state
 
 
-def _random(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state
-    cpu, others = state
-    return cpu, [(torch.device(device), one) for device, one in others]
+def _random(state: Any, runtime: EAERuntime) -> Any:
+    """A saved state of torch's generators as this runtime's take it: on the CPU, wherever the checkpoint was loaded to,
+    and without devices that are not used here."""
+    cpu, others = (state, []) if isinstance(state, torch.Tensor) else state
+    found = [(torch.device(device), one.cpu()) for device, one in others]
+    here = runtime._chain.generators.devices
+    used = [(device, one) for device, one in found if device in here]
+    return (cpu.cpu(), used) if here else cpu.cpu()
+
+
+def _host_states(states: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The generators of the host's side with their saved states."""
+    if "numpy.random" in states:
+        # Its state has to be there when the first block draws.
+        try:
+            importlib.import_module("numpy.random")
+        except ImportError:
+            raise ConfigError("the state has one of numpy.random, and NumPy is not installed here") from None
+    sources = host_sources()
+    return [(sources[name], _source_state(saved)) for name, saved in states.items()]
 
 
 def _source_state(state: Any) -> Any:

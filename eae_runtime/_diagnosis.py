@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ._bits import same_bits
 from ._fingerprint import first_difference
 from ._records import Record
 from ._structure import Structure
@@ -18,8 +19,9 @@ Again = Callable[[bool], list[torch.Tensor]]
 
 def explain(
     structure: Structure, record: Record, tensors: Sequence[torch.Tensor], outputs: list[torch.Tensor], again: Again
-) -> tuple[str, str]:
-    """The likely cause of a mismatch and what to do about it.
+) -> tuple[str, str] | None:
+    """The likely cause of a mismatch and what to do about it; None if it is that the forward ran under `no_grad`, where
+    the block computes something else.
 
     tensors: the boundary that the rebuild started from; outputs: what it gave. `record.prints` has the fingerprints of
     both from the forward.
@@ -36,14 +38,10 @@ def explain(
         twice = [t.detach() for t in again(True)]
         if first_difference(twice, then) is None:
             return _not_repeatable()
-        if len(twice) == len(outputs) and not all(map(_equal, twice, outputs)):
+        if len(twice) == len(outputs) and not all(map(same_bits, twice, outputs)):
             return _not_repeatable()
-        if first_difference([t.detach() for t in again(False)], then) is None:
-            return (
-                "grad mode",
-                "The block computes something else under torch.no_grad(); it is run in grad mode from now on: run the "
-                "step again",
-            )
+        if record.facts.no_grad and first_difference([t.detach() for t in again(False)], then) is None:
+            return None
     except Exception as error:
         return (
             f"state changed by forward: run once more, the block raised {type(error).__name__}: {error}",
@@ -68,10 +66,6 @@ def _not_repeatable() -> tuple[str, str]:
         "Draw from torch, random, numpy or a generator that a module holds; keep the sample with eae_runtime.pin(); or "
         "use torch.use_deterministic_algorithms(True)",
     )
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool(torch.equal(a, b))
 
 
 def _chooses(structure: Structure) -> bool:

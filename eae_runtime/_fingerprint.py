@@ -1,8 +1,8 @@
 """What is kept of a forward's tensors to tell whether a rebuild gives the same bits.
 
 Of a small tensor a copy. Of a larger one the sum of its values read as integers, exact and in any order the same (two
-tensors that differ in one bit never have the same), and the bits of some values spread over it: one pass, 8 KiB at
-most.
+tensors that differ in one bit never have the same), and the bits of some values spread over it: one pass, about 10 KiB
+for up to four dimensions.
 """
 
 from __future__ import annotations

@@ -15,11 +15,12 @@ from torch import nn
 from . import _tree
 from ._ambient import Generators, host_sources, read_source, write_source
 from ._leaves import accumulate, capture, graph_leaves, reaches
-from ._losses import Loss
+from ._losses import Loss, no_gradient, pass_context, total_loss
 from ._sharing import Collector
 from ._state import Entry, Watch
 from ._structure import Structure
-from .errors import LossError, PlanError
+from .errors import PlanError
+from .pipeline import AdjointPipeline
 
 __all__ = ["GraphSweep", "Whole", "call_model"]
 
@@ -34,9 +35,10 @@ def call_model(model: nn.Module, value: Any) -> Any:
 class Whole:
     """What is known of a whole model from step to step: its structure and which of its state a forward changes."""
 
-    def __init__(self, model: nn.Module, generators: Generators) -> None:
+    def __init__(self, model: nn.Module, generators: Generators, pipeline: AdjointPipeline) -> None:
         self.model = model
         self.generators = generators
+        self.pipeline = pipeline
         self.structure = Structure(model)
         self._written: set[tuple[int, str]] | None = None
         self._changing: dict[tuple[int, str], tuple[dict[str, Any], str, bool]] = {}
@@ -48,24 +50,26 @@ class Whole:
             self._written = None
 
     def watch(self) -> Watch:
-        """Looks at the model's state before a step. Frozen parameters are left out: the blocks look after theirs."""
+        """Looks at the model's state before a step. Frozen parameters are left out: the blocks look after theirs, and a
+        forward that writes to one outside of its blocks is not worth a copy of all of them."""
         return Watch(self.structure, self._written, self._changing, frozen=False)
 
-    def note(self, watch: Watch) -> list[Entry]:
-        """What has changed since; it is watched from now on."""
-        entries, keys, _ = watch.changes()
+    def note(self, watch: Watch) -> tuple[list[Entry], list[str]]:
+        """What has changed since, and the names of buffers that have and had no copy. They are watched from now on."""
+        entries, keys, lost = watch.changes()
         self._written = keys | (self._written or set())
-        return entries
+        return entries, lost
 
 
 class GraphSweep:
-    """One batch. `inputs` are the microbatches' inputs. After a failure, `undo()` puts state and generators back."""
+    """One batch. `inputs` are the microbatches' inputs. After a failure, `undo()` puts state and generators back;
+    `lost` then names the buffers that it could not put back: large ones that were written for the first time."""
 
     where = None
 
     def __init__(self, whole: Whole, inputs: Sequence[Any]) -> None:
         self.parts = len(inputs)
-        self.out_values: dict[int, Any] = {}
+        self.lost: list[str] = []
         self.before_vjp: Callable[[Sequence[torch.Tensor]], None] | None = None
         self._whole = whole
         whole.refresh()
@@ -76,7 +80,9 @@ class GraphSweep:
         self._collector = Collector(None)
         self._watch = whole.watch()
         self._random = whole.generators.read()
-        self._host = [(source, read_source(source)) for source in (*host_sources(), *whole.structure.generators)]
+        self._host = [
+            (source, read_source(source)) for source in (*host_sources().values(), *whole.structure.generators)
+        ]
 
     def set_loss(self, loss: Loss, collector: Collector) -> None:
         """The loss, and where the leaves' gradients go."""
@@ -120,27 +126,29 @@ class GraphSweep:
         loss = self._checked(output, number)
         if self.before_vjp is not None:
             self.before_vjp(graph_leaves([loss]))
+        context = self._pass_context(output, number)
         del output
-        accumulate([loss], [self._loss.cotangent(loss, weight)])
+        with self._whole.pipeline.within(context):
+            accumulate([loss], [self._loss.cotangent(loss, weight)])
         self._losses.append((loss.detach(), weight))
+
+    def _pass_context(self, output: Any, number: int) -> dict[str, Any]:
+        """What the model's own backward cannot tell the passes. Where all microbatches go back at once, each block's
+        adjoint is one of them, and which one is not known."""
+        first = _tree.flatten(output)[0][0]
+        alone = self.parts == 1 or self._one_by_one()
+        return pass_context(self._loss, self.parts, number, first.shape[0] if alone and first.dim() else 0)
 
     def _checked(self, output: Any, number: int) -> torch.Tensor:
         assert self._loss is not None
-        fn, targets = self._loss.fn, self._loss.targets
-        loss = fn(output) if targets is None else fn(output, targets[number])
-        if not isinstance(loss, torch.Tensor):
-            raise LossError(f"the loss is {type(loss).__name__}, not a tensor; loss_fn has to return a scalar tensor")
-        if loss.numel() != 1:
-            raise LossError(
-                f"the loss has shape {list(loss.shape)}; loss_fn has to return a scalar (take its mean or sum)"
-            )
+        loss = self._loss(output, number)
         tensors = _tree.flatten(output)[0]
         if not loss.requires_grad:
             if not any(t.requires_grad for t in tensors):
                 loss.backward()  # raises plain PyTorch's own error
-            raise _no_gradient()
+            raise no_gradient()
         if not reaches(loss, [t for t in tensors if t.requires_grad]):
-            raise _no_gradient()
+            raise no_gradient()
         return loss
 
     # -- split -----------------------------------------------------------------------------------------------------
@@ -161,25 +169,23 @@ class GraphSweep:
         known = {id(t) for t in inputs}
         beside = [leaf for leaf in graph_leaves([loss]) if id(leaf) not in known]
         assert self._loss is not None
+        context = self._pass_context(made, 0)
         first = capture([loss], [self._loss.cotangent(loss, 1.0)], [*inputs, *beside])
         roots = [t for t in tensors if t.requires_grad]
         pairs = [(root, grad) for root, grad in zip([*roots, *beside], first, strict=True) if grad is not None]
         self._outputs = []
         leaves = list({id(leaf): leaf for leaf in (*graph_leaves(roots), *beside)}.values())
-        grads = capture([root for root, _ in pairs], [grad for _, grad in pairs], leaves)
+        del made
+        with self._whole.pipeline.within(context):
+            grads = capture([root for root, _ in pairs], [grad for _, grad in pairs], leaves)
         found.update({leaf: grad for leaf, grad in zip(leaves, grads, strict=True) if grad is not None})
         return loss.detach()
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def total_loss(self) -> torch.Tensor:
-        """The loss of the batch: the microbatches' losses, weighted, added in their order."""
-        total = None
-        for loss, weight in self._losses:
-            part = loss if weight == 1.0 else loss * weight
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+        """The loss of the batch."""
+        return total_loss(self._losses)
 
     def finish(self) -> None:
         """Remembers what the step has changed of the model's state."""
@@ -187,7 +193,8 @@ class GraphSweep:
 
     def undo(self) -> None:
         """Puts state and generators back to what they were before the sweep."""
-        for entry in self._whole.note(self._watch):
+        entries, self.lost = self._whole.note(self._watch)
+        for entry in entries:
             entry.restore()
         self._whole.generators.write(self._random)
         for source, state in self._host:
@@ -197,7 +204,3 @@ class GraphSweep:
     def release(self) -> None:
         """Drops the graph."""
         self._outputs = []
-
-
-def _no_gradient() -> LossError:
-    return LossError("loss_fn gives no gradient to the model's output; it has to depend on its input tensor")

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import _tree
-from .errors import ConfigError, TensorTypeError
+from .errors import ConfigError, LossError, TensorTypeError
 
-__all__ = ["Loss", "Scale", "check_loss", "split_losses", "split_rows"]
+__all__ = [
+    "Loss",
+    "Scale",
+    "check_loss",
+    "check_value",
+    "no_gradient",
+    "pass_context",
+    "split_losses",
+    "split_rows",
+    "total_loss",
+]
 
 
 @dataclass
@@ -55,6 +65,49 @@ class Loss:
             return torch.full_like(loss, weight)
         made = self.scale.cotangent(loss)
         return made if weight == 1.0 else made * weight
+
+    def __call__(self, output: Any, m: int) -> torch.Tensor:
+        """The loss of microbatch m's output. Raises LossError for what is no scalar tensor."""
+        return check_value(self.fn(output) if self.targets is None else self.fn(output, self.targets[m]))
+
+
+def check_value(loss: Any) -> torch.Tensor:
+    """The loss. Raises LossError for what is no scalar tensor."""
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(f"the loss is {type(loss).__name__}, not a tensor; loss_fn has to return a scalar tensor")
+    if loss.numel() != 1:
+        raise LossError(f"the loss has shape {list(loss.shape)}; loss_fn has to return a scalar (take its mean or sum)")
+    return loss
+
+
+def no_gradient() -> LossError:
+    """For a loss that does not depend on the output."""
+    return LossError("loss_fn gives no gradient to the model's output; it has to depend on its input tensor")
+
+
+def total_loss(losses: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """The loss of a batch: the microbatches' losses, each with its weight, added in their order."""
+    parts = [loss if weight == 1.0 else loss * weight for loss, weight in losses]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def pass_context(loss: Loss | None, parts: int, m: int, rows: int) -> dict[str, Any]:
+    """What passes are told of microbatch m of `parts`: its number, its rows (0: unknown), the weight of its loss in the
+    whole (0: unknown), and the loss scale if there is a scaler."""
+    weights = loss.weights if loss is not None else None
+    scale = loss.scale if loss is not None else None
+    share = 1.0 if scale is None else 1.0 / scale.accumulate
+    made: dict[str, Any] = {
+        "microbatch": m,
+        "rows": rows,
+        "weight": share * (weights[m] if weights is not None else float(parts == 1)),
+    }
+    if scale is not None:
+        made["loss_scale"] = scale.factor()
+    return made
 
 
 def split_rows(value: Any, parts: int) -> list[Any]:

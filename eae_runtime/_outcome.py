@@ -25,7 +25,7 @@ Named = dict[str, torch.Tensor]
 
 @dataclass
 class Outcome:
-    """Copies of what a step left. `values` has buffers, parameters and tensor attributes; `random` the states of the
+    """Copies of what a step left, by name. `attributes` has tensors and plain values; `random` the states of the
     generators; `hooks` how often each hook was called."""
 
     outputs: Named = field(default_factory=dict)
@@ -49,9 +49,12 @@ class Bench:
         self._structure = Structure(modules)
         devices = [p.device for p in modules.parameters()] + [t.device for t in self._inputs[0]]
         self._generators = Generators(devices)
-        self._sources = [*host_sources(), *self._structure.generators]
+        self._sources: dict[str, Any] = {
+            **host_sources(),
+            **{f"generator {n} of a module": source for n, source in enumerate(self._structure.generators)},
+        }
         self._random = self._generators.read()
-        self._states = [read_source(source) for source in self._sources]
+        self._states = {name: read_source(source) for name, source in self._sources.items()}
         self._watch = Watch(self._structure, None, {})
         self._training = list(self._structure.training)
         self._parameters = [(p, p.grad, p.detach().clone()) for p in modules.parameters()]
@@ -68,12 +71,14 @@ class Bench:
         return found
 
     def learn_loose(self, loss: torch.Tensor) -> None:
-        """Finds the leaves of a plain graph that no module has registered."""
+        """Finds the leaves of a plain graph that no module has registered, before its backward, and sets their gradients
+        aside."""
         known = {id(p) for p, _, _ in self._parameters} | {id(t) for t in _tree.flatten(self.fresh)[0]}
         for leaf in graph_leaves([loss]):
             if id(leaf) not in known and all(leaf is not other for other in self.loose):
                 self.loose.append(leaf)
                 self._loose_grads.append(leaf.grad)
+                leaf.grad = None
 
     def begin(self) -> Any:
         """Sets everything to the beginning, with no gradients. Returns a fresh copy of the inputs."""
@@ -97,8 +102,8 @@ class Bench:
                 if parameter.requires_grad and not torch.equal(parameter, value):
                     parameter.copy_(value)
         self._generators.write(self._random)
-        for source, state in zip(self._sources, self._states, strict=True):
-            write_source(source, state)
+        for name, source in self._sources.items():
+            write_source(source, self._states[name])
 
     def restore(self) -> None:
         """Gives the model and the generators back as they came."""
@@ -132,9 +137,7 @@ class Bench:
         made.random["torch"] = state if isinstance(state, torch.Tensor) else state[0]
         if not isinstance(state, torch.Tensor):
             made.random.update({f"torch on {device}": one for device, one in state[1]})
-        names = ["Python's random", "numpy.random"] + [f"generator {n} of a module" for n in range(len(self._sources))]
-        for name, source in zip(names, self._sources, strict=False):
-            made.random[name] = read_source(source)
+        made.random.update({name: read_source(source) for name, source in self._sources.items()})
         return made
 
 

@@ -16,11 +16,16 @@ from ._hooks import HookKey
 from ._pins import Pins
 from ._state import Entry, put_back
 from ._structure import Structure
+from .errors import RebuildMismatchError
 
-__all__ = ["Environment", "Facts", "Rebuilt", "Record", "RestartStep"]
+__all__ = ["Environment", "Facts", "Rebuilt", "Record", "Remembered", "RestartStep", "WATCHED"]
 
-# Runs of a block that are watched for random draws.
-_WATCHED = 2
+# Runs of a block that are watched for draws from generators.
+WATCHED = 2
+
+
+class Remembered(RebuildMismatchError):
+    """A block did something new after its forward; it is known now: forward and backward, run again, are exact."""
 
 
 class RestartStep(Exception):
@@ -71,7 +76,7 @@ class Environment:
 
     def before(self, facts: Facts, learning: bool) -> Any:
         """The generators' state for the rebuild of a block that is about to run; None for one that does not draw."""
-        if self.sparse and facts.watched >= _WATCHED and not facts.draws and not learning:
+        if self.sparse and facts.watched >= WATCHED and not facts.draws and not learning:
             if self.known is None:
                 self.known = self.generators.read()
             self._quiet.append(facts)
@@ -217,7 +222,7 @@ class Record:
         """Notes the host's generators before the run: those that the block is known to draw from; `watching`, all."""
         sources = self.facts.sources
         if watching:
-            sources = sources + [s for s in host_sources() if not any(s is known for known in sources)]
+            sources = sources + [s for s in host_sources().values() if not any(s is known for known in sources)]
         self.sources = [(source, read_source(source)) for source in sources]
 
     def note_sources(self) -> None:
@@ -246,7 +251,8 @@ class Record:
 
 class Rebuilt:
     """A block with its graph: `inputs` are the leaves at the input (None where no gradient is needed), `outputs` the
-    distinct output tensors, `grad_outputs` those of them that require grad, by number."""
+    distinct output tensors, `entries` what the block was called with in place of the inputs (views of them under
+    autocast): uses are counted there."""
 
     __slots__ = ("entries", "inputs", "outputs")
 

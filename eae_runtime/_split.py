@@ -9,9 +9,9 @@ import torch
 
 from . import _tree
 from ._graph_sweep import GraphSweep
-from ._losses import Loss, check_loss
+from ._losses import Loss, Scale, check_loss
 from ._program import ALL
-from ._records import RestartStep
+from ._records import Remembered, RestartStep
 from ._sharing import Collector
 from ._structure import Structure
 from ._transaction import clipped
@@ -76,13 +76,16 @@ class Split:
             self._sweep = sweep
             self._versions = [(p, p._version) for p in self._runtime._trained()]
             self._structure = None if isinstance(sweep, GraphSweep) else self._runtime._chain.structure
-            self._runtime.steps += 1
             if events.wants(EventType.FORWARD_FINISHED):
                 events.emit(EventType.FORWARD_FINISHED, num_boundaries=len(self._runtime.boundary_store))
             return sweep.whole_output()
         raise AssertionError("unreachable")
 
-    def backward(self, output: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
+    def backward(
+        self, output: Any, loss_fn: LossFn, scale: Scale | None = None, *, clip: bool = True
+    ) -> tuple[torch.Tensor, Gradients]:
+        """scale: what the loss is multiplied by for the gradients; the loss returned is without it. clip: whether
+        `grad_clip_norm` applies here."""
         check_loss(loss_fn)
         sweep = self._sweep
         if sweep is None:
@@ -101,7 +104,7 @@ class Split:
         states = self._runtime.pipeline.state() if self._runtime.pipeline.stateful else None
         try:
             with self._runtime.profiler.track("reverse_pass"), torch.enable_grad():
-                sweep.set_loss(Loss(loss_fn), Collector(gradients))
+                sweep.set_loss(Loss(loss_fn, scale=scale), Collector(gradients))
                 if isinstance(sweep, GraphSweep):
                     loss = sweep.gradients_into(output, gradients)
                     sweep.finish()
@@ -113,7 +116,7 @@ class Split:
             sweep.undo()
             self.drop()
             self._runtime._restore_passes(states)
-            raise RebuildMismatchError(f"{restart}; it is remembered now: run forward() and backward() again") from None
+            raise Remembered(f"{restart}; it is remembered now: run forward() and backward() again") from None
         except BaseException as error:
             self._runtime._explain(error, sweep.where)
             sweep.finish()
@@ -124,7 +127,7 @@ class Split:
         self._sweep = None
         self._versions = []
         sweep.release()
-        if self._runtime.config.grad_clip_norm is not None:
+        if clip and self._runtime.config.grad_clip_norm is not None:
             gradients = clipped(gradients, self._runtime.config.grad_clip_norm)
         return loss, gradients
 
@@ -140,7 +143,10 @@ class Split:
         length = len(self._runtime.blocks)
         loss, adjoint = sweep.loss_alone(length)
         state = AdjointState(tensor=adjoint, layer_id=length, block="output")
-        state = self._runtime.pipeline.run(state, {"block_index": length, "block_name": "output"})
+        pipeline = self._runtime.pipeline
+        known = sweep.pass_context(0)
+        with pipeline.within(known):
+            state = pipeline.run(state, {"block_index": length, "block_name": "output"})
         self._runtime.reconstruction_engine.remember(sweep.runs())
         context = ReverseContext(
             blocks=self._runtime.blocks,
@@ -154,7 +160,8 @@ class Split:
             initial_adjoint=state,
         )
         try:
-            found = self._runtime.scheduler.run(context)
+            with pipeline.within(known):
+                found = self._runtime.scheduler.run(context)
         finally:
             self._runtime.reconstruction_engine.remember([])
         if not isinstance(found, dict):
@@ -166,13 +173,15 @@ class Split:
             gradients[leaf] = grad if leaf not in gradients else gradients[leaf] + grad
         return loss
 
-    def both(self, x: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
+    def both(
+        self, x: Any, loss_fn: LossFn, scale: Scale | None = None, *, clip: bool = True
+    ) -> tuple[torch.Tensor, Gradients]:
         """Both, or neither: when the backward fails, the forward is undone."""
         output = self.forward(x)
         sweep = self._sweep
         assert sweep is not None
         try:
-            return self.backward(output, loss_fn)
+            return self.backward(output, loss_fn, scale, clip=clip)
         except BaseException:
             sweep.undo()
             self.drop()

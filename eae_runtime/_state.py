@@ -23,7 +23,7 @@ import torch
 from ._bits import same_bits
 from ._structure import MACHINERY, Structure, own_attributes
 
-__all__ = ["Entry", "Watch", "put_back", "swapped"]
+__all__ = ["Entry", "Watch", "is_plain", "put_back", "same_value", "swapped"]
 
 _SMALL_BUFFER = 64 * 1024
 
@@ -73,7 +73,7 @@ class Entry:
             return now is not self.object or not same_bits(now, self.before)
         if isinstance(self.object, _CONTAINERS):
             return now is not self.object or not _same_members(now, self.before)
-        return now is not self.object and not _same_value(now, self.object)
+        return now is not self.object and not same_value(now, self.object)
 
     @property
     def lost(self) -> bool:
@@ -116,16 +116,23 @@ def _same_members(a: Any, b: Any) -> bool:
     return all(x is y for x, y in zip(a, b, strict=True))
 
 
-def _same_value(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, (int, float, str, bool, complex)) and a == b
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a flag or a string."""
+    return isinstance(value, (int, float, str, bool, complex))
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are the same number, flag or string."""
+    return type(a) is type(b) and is_plain(a) and bool(a == b)
 
 
 class Watch:
     """Looks at a block's state before a run and tells what the run changed.
 
     written: what earlier runs of the block changed, as (id of the home, name); None at first sight.
+    changing: of `written` what is no buffer, as (home, name, whether it was replaced by another object); it is added
+    to.
     frozen: whether frozen parameters are looked at.
-    changing: of that, what is no buffer, as (home, name, whether it was replaced by another object); it is added to.
     """
 
     __slots__ = ("_changing", "_entries", "_names", "_structure", "_versions")

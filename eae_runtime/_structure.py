@@ -120,6 +120,7 @@ class Structure:
         """Has `tensors`, an earlier result of `tensors()`, stand in their places again (torch.func.functional_call puts
         others there for one forward). Afterwards the places are as before."""
         now = self.tensors()
+        # Another number of places: a buffer was registered since, and the block's state is looked after elsewhere.
         if len(now) != len(tensors) or all(map(is_, now, tensors)):
             yield
             return

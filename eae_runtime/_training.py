@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ._graph_sweep import GraphSweep
 from ._losses import Scale, split_losses
-from ._records import RestartStep
+from ._records import Remembered, RestartStep
 from ._sharing import Collector
-from ._transaction import Gradients, deferred_interrupt
+from ._transaction import Gradients, annotate, deferred_interrupt
 from .errors import ConfigError, PlanError, UpdateError
 from .events import EventType
 
@@ -49,15 +50,18 @@ class Training:
     """The steps of one runtime.
 
     pending: calls whose gradients wait in `.grad` for an optimizer step. accumulate: how many make one.
+    states_before: of the passes, before the first of these calls; they come back when the loss scaler skips the step.
     """
 
     def __init__(self, runtime: EAERuntime) -> None:
         self._runtime = runtime
         self.pending = 0
         self.accumulate = 1
+        self.states_before: list[Any] | None = None
 
     def check(self, accumulate: int) -> None:
-        """Raises ConfigError for a number that is none, or another one than that of the accumulation under way."""
+        """Raises ConfigError for a number that is none, or another one than that of the accumulation under way, and for
+        a loss scaler without an optimizer; PlanError for either with blocks on several ranks."""
         if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
             raise ConfigError(f"accumulate={accumulate!r}: allowed is a whole number from 1")
         if self.pending and accumulate != self.accumulate:
@@ -81,6 +85,14 @@ class Training:
             return None
         return Scale(scaler, accumulate)
 
+    def _states(self) -> list[Any] | None:
+        """The state of the passes now, kept also for the case that the optimizer's step will be skipped."""
+        pipeline = self._runtime.pipeline
+        states = pipeline.state() if pipeline.stateful else None
+        if not self.pending:
+            self.states_before = states
+        return states
+
     def _begin(self, parameters: list[nn.Parameter]) -> Gradients:
         """Remembers the gradients, and clears them if this call is the first one of its optimizer step."""
         if not self.pending:
@@ -103,7 +115,7 @@ class Training:
         loss.scale = self.scale(request.accumulate)
         sweep = runtime._training_sweep(request.x, parts, tensors, request.targets is not None)
         parameters = runtime._trained()
-        states = runtime.pipeline.state() if runtime.pipeline.stateful else None
+        states = self._states()
         before = self._begin(parameters)
         try:
             if events.active and events.wants(EventType.TRAIN_STEP_STARTED):
@@ -124,14 +136,16 @@ class Training:
             if self._is_last(request.accumulate) and runtime.config.loss_scaler is None:
                 self._clip(parameters)
         except BaseException as error:
-            if not isinstance(error, RestartStep):
+            if not isinstance(error, (RestartStep, Remembered)):
                 runtime._explain(error, sweep.where)
             sweep.undo()
             before.restore()
             runtime._restore_passes(states)
+            if isinstance(sweep, GraphSweep) and sweep.lost:
+                annotate(error, f"not put back: {', '.join(sorted(sweep.lost))}, large and written for the first time")
             raise
         sweep.release()
-        return self.commit(total, parameters, request.accumulate, states)
+        return self.commit(total, parameters, request.accumulate)
 
     def _is_last(self, accumulate: int) -> bool:
         return self.pending + 1 >= accumulate
@@ -141,13 +155,8 @@ class Training:
         if limit is not None:
             nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], limit)
 
-    def commit(
-        self, loss: torch.Tensor, parameters: list[nn.Parameter], accumulate: int = 1, states: list[Any] | None = None
-    ) -> float:
-        """The optimizer's step, if this call completes one. From here on the call counts as done.
-
-        states: of the passes before the call; they come back when the loss scaler skips the step.
-        """
+    def commit(self, loss: torch.Tensor, parameters: list[nn.Parameter], accumulate: int = 1) -> float:
+        """The optimizer's step, if this call completes one. From here on the call counts as done."""
         runtime = self._runtime
         with deferred_interrupt():
             runtime._stats = {}
@@ -156,7 +165,7 @@ class Training:
             last = self._is_last(accumulate)
             self.pending = 0 if last else self.pending + 1
             if last and runtime.optimizer is not None:
-                self._update(runtime.optimizer, parameters, states)
+                self._update(runtime.optimizer, parameters)
                 runtime.optimizer.zero_grad(set_to_none=True)
             runtime.steps += 1
             runtime.last_loss = loss.item()
@@ -165,12 +174,7 @@ class Training:
             events.emit(EventType.TRAIN_STEP_FINISHED, loss=runtime.last_loss, **runtime.last_grad_stats)
         return runtime.last_loss
 
-    def _update(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: list[nn.Parameter],
-        states: list[Any] | None,
-    ) -> None:
+    def _update(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         scaler = self._runtime.config.loss_scaler
         try:
             if scaler is None:
@@ -191,30 +195,27 @@ class Training:
                 "load a checkpoint"
             ) from error
         if not stepped:
-            self._runtime._restore_passes(states)
+            self._runtime._restore_passes(self.states_before)
 
     def custom_step(self, request: Request) -> float:
         """A step for a scheduler written in Python: forward, backward, apply."""
         runtime = self._runtime
         parameters = runtime._trained()
-        states = runtime.pipeline.state() if runtime.pipeline.stateful else None
-        scale = self.scale(request.accumulate)
-        plain: list[torch.Tensor] = []
+        states = self._states()
 
         def loss_fn(output: Any) -> Any:
-            made = request.loss_fn(output) if request.targets is None else request.loss_fn(output, request.targets)
-            if scale is None or not isinstance(made, torch.Tensor):
-                return made
-            plain[:] = [made.detach()]
-            return scale.scaled(made)
+            return request.loss_fn(output) if request.targets is None else request.loss_fn(output, request.targets)
 
         before = self._begin(parameters)
         try:
             if runtime.event_bus.wants(EventType.TRAIN_STEP_STARTED):
                 runtime.event_bus.emit(EventType.TRAIN_STEP_STARTED)
-            loss, gradients = runtime._split.both(request.x, loss_fn)
+            loss, gradients = runtime._split.both(request.x, loss_fn, self.scale(request.accumulate), clip=False)
             runtime.apply_gradients(gradients)
+            if self._is_last(request.accumulate) and runtime.config.loss_scaler is None:
+                self._clip(parameters)
         except BaseException:
             before.restore()
+            runtime._restore_passes(states)
             raise
-        return self.commit(plain[0] if plain else loss, parameters, request.accumulate, states)
+        return self.commit(loss, parameters, request.accumulate)

@@ -37,7 +37,8 @@ _CLOSED = (
     complex,
 )
 
-# Objects looked at in a search for tensors or changes.
+# Objects looked at in a search for tensors or changes. What lies beyond counts as constant: such a value is data (a
+# tokenizer), and a block that reads a graph's tensor from it is noticed by its graph.
 _MOST_OBJECTS = 5000
 
 
@@ -162,7 +163,7 @@ def paths(shape: Shape, start: str) -> list[str]:
         return [start]
     found: dict[int, str] = {}
     _name(shape, start, found)
-    return [found.get(n, f"{start} (tensor {n})") for n in range(len(found))]
+    return [found[n] for n in range(len(found))]
 
 
 def _name(shape: Shape, start: str, found: dict[int, str]) -> None:

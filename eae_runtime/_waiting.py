@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from . import _bridge
 from .boundary_store import BoundaryStore
-from .errors import RebuildMismatchError
+from .errors import ClosedError, RebuildMismatchError
 
 __all__ = ["Waiting"]
 
@@ -24,7 +25,13 @@ _MOST = 4096
 
 
 class _Held:
-    """One tensor on the tier; it leaves the tier when nobody holds this object any more."""
+    """One tensor on the tier; it leaves the tier when nobody holds this object any more.
+
+    Note [A finalizer that frees]
+        Elsewhere memory is freed at a known action and no finalizer decides. Here the engine decides, as for any saved
+        tensor, and tells nobody: it drops its references, and CPython runs `__del__` at that moment. A collector that
+        ran later would keep memory longer, and nothing else.
+    """
 
     def __init__(self, store: BoundaryStore, key: int) -> None:
         self.store = store
@@ -38,7 +45,10 @@ class _Held:
             self.store.load(self.key)
 
     def __del__(self) -> None:
-        if not self.store.closed and not _bridge.in_child:
+        if _bridge.in_child:
+            return
+        # Closed meanwhile, the store has let everything go.
+        with suppress(ClosedError):
             self.store.drop(self.key)
 
 

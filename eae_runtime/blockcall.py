@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from ._fingerprint import fingerprint, first_difference
 from ._hooks import EVERYWHERE, homes_of, noted, restricted
 from ._pins import Pins
 from ._pins import running as _running
-from ._records import Environment, Facts, Rebuilt, Record, RestartStep
+from ._records import WATCHED, Environment, Facts, Rebuilt, Record, RestartStep
 from ._runs import BlockRuns
-from ._state import Watch, swapped
+from ._state import Watch, is_plain, same_value, swapped
 from ._structure import Structure
 from .errors import RebuildMismatchError
 
@@ -28,9 +28,6 @@ __all__ = ["BlockCall"]
 
 # Modes and shapes remembered a block; the oldest is forgotten and learnt again.
 _MAX_FACTS = 64
-
-# Runs of a block that are watched for random draws.
-_WATCHED = 2
 
 
 class BlockCall(BlockRuns):
@@ -139,7 +136,7 @@ class BlockCall(BlockRuns):
         compare = facts.seen > 0 and facts.no_grad is None and not keep_graph and not self._always_grad
         relearn = check == _checks.LEARNT_ANEW
         record = Record(facts, shape, needs, env.before(facts, compare or relearn), autocast)
-        watching = relearn or (not facts.learned if keep_graph else facts.seen < _WATCHED)
+        watching = relearn or (not facts.learned if keep_graph else facts.seen < WATCHED)
         if watching or facts.sources:
             record.read_sources(watching)
         written = None if relearn else facts.written_buffers
@@ -365,17 +362,18 @@ class BlockCall(BlockRuns):
         env: Environment,
         outputs: list[torch.Tensor],
         action: tuple[int, str, int],
-    ) -> None:
+    ) -> NoReturn:
         """Raises RebuildMismatchError with the likely cause, or RestartStep where that cures it."""
 
         def again(grad: bool) -> list[torch.Tensor]:
             return self._outputs(self._run_again(record, tensors, env, grad)[1])[0]
 
         assert record.prints is not None
-        cause, cure = explain(self.structure, record, tensors, outputs, again)
-        if cause == "grad mode" and record.facts.no_grad:
+        found = explain(self.structure, record, tensors, outputs, again)
+        if found is None:
             record.facts.no_grad = False
             raise RestartStep(self.where() + " computes something else under no_grad than it did before")
+        cause, cure = found
         name = _tree.paths(record.out_shape, "output")[number]
         raise RebuildMismatchError(
             f"{self.where(action)}: the rebuilt {name} has other bits than in the forward. Likely cause: {cause}. "
@@ -426,9 +424,10 @@ class BlockCall(BlockRuns):
 
 
 def _alike(value: Any, now: Any) -> bool:
+    """Whether two runs left the same in a place. Objects and containers are not compared: each run may make its own."""
     if isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor):
         return isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and same_bits(value, now)
-    return True
+    return same_value(value, now) or not (is_plain(value) and is_plain(now))
 
 
 def _describe(tensors: Sequence[torch.Tensor]) -> str:

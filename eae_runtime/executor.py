@@ -7,7 +7,7 @@ microbatch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from . import _tree
 from ._chain import Chain
 from ._checks import level
 from ._leaves import accumulate, graph_leaves, reaches
-from ._losses import Loss
+from ._losses import Loss, no_gradient, pass_context, total_loss
 from ._program import ALL, Action, Program
 from ._records import Environment, Rebuilt, Record, RestartStep
 from ._sharing import Collector, SharedLeaves
 from .adjoint import AdjointState
 from .blockcall import BlockCall
-from .errors import LossError, PassError, RebuildMismatchError
+from .errors import PassError, RebuildMismatchError
 from .events import EventType, tell_rebuilt
 
 __all__ = ["Sweep"]
@@ -290,9 +290,7 @@ class Sweep:
         self._env.known = None
         graph = self._graphs.get((b - 1, m)) if m != ALL else None
         weight = 1.0 if m == ALL or loss_fn.weights is None else loss_fn.weights[m]
-        for k in self._now if m == ALL else (m,):
-            output = self._now[k][0][0]
-            self._rows[k] = output.shape[0] if output.dim() else 0
+        self._note_rows(self._now if m == ALL else (m,))
         if weight == 0.0:
             # A part that does not count; its own mean may be 0/0.
             self._adjoints[m] = [None] * len(self._now[m][2])
@@ -304,7 +302,7 @@ class Sweep:
             loss = self._call_loss(value, m)
             leaves = graph_leaves([loss])
             if not reaches(loss, graph.outputs):
-                raise self._no_gradient()
+                raise no_gradient()
             # From here on the loss's graph alone decides how long the output lives.
             graph.outputs = []
             inputs = {id(t) for t in graph.inputs}
@@ -320,6 +318,11 @@ class Sweep:
             for k in list(self._now) if m == ALL else (m,):
                 _, shape, needs = self._now[k]
                 self._now[k] = ([], shape, needs)
+
+    def _note_rows(self, microbatches: Iterable[int]) -> None:
+        for k in microbatches:
+            output = self._now[k][0][0]
+            self._rows[k] = output.shape[0] if output.dim() else 0
 
     def _wants_adjoint(self) -> bool:
         events = self.chain.events
@@ -348,7 +351,7 @@ class Sweep:
             loss = self._call_loss(_tree.unflatten([t.clone() for t in inputs], shape), m)
         wanted = [t if need else None for t, need in zip(inputs, needs, strict=True)]
         if not reaches(loss, [t for t in wanted if t is not None]):
-            raise self._no_gradient()
+            raise no_gradient()
         known = {id(t) for t in inputs}
         leaves = [t for t in graph_leaves([loss]) if id(t) not in known]
         sharing = self._sharing(0 if m == ALL else m, leaves)
@@ -369,23 +372,13 @@ class Sweep:
         loss_fn = self._loss_fn
         assert loss_fn is not None
         with torch.enable_grad():
-            loss = loss_fn.fn(value) if loss_fn.targets is None else loss_fn.fn(value, loss_fn.targets[m])
-        if not isinstance(loss, torch.Tensor):
-            raise LossError(f"the loss is {type(loss).__name__}, not a tensor; loss_fn has to return a scalar tensor")
-        if loss.numel() != 1:
-            raise LossError(
-                f"the loss has shape {list(loss.shape)}; loss_fn has to return a scalar (take its mean or sum)"
-            )
+            loss = loss_fn(value, m)
         if not loss.requires_grad:
             needs = self._now[0 if m == ALL else m][2]
             if not any(needs):
                 loss.backward()  # raises plain PyTorch's own error
-            raise self._no_gradient()
+            raise no_gradient()
         return loss
-
-    @staticmethod
-    def _no_gradient() -> LossError:
-        return LossError("loss_fn gives no gradient to the model's output; it has to depend on its input tensor")
 
     def runs(self) -> list[tuple[BlockCall, Record, torch.Size]]:
         """Each block's run on the whole batch, with the shape of what it was given."""
@@ -400,19 +393,15 @@ class Sweep:
     def loss_alone(self, b: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of the whole output and its adjoint a_L, without the passes; for a reverse pass that is not walked
         here."""
+        self._note_rows((0,))
         loss = self._loss_on_leaves(b, 0, 1.0)
         adjoint = self._adjoints.pop(0)[0]
         assert adjoint is not None
         return loss.detach(), adjoint
 
     def total_loss(self) -> torch.Tensor:
-        """The loss of the batch: the microbatches' losses, weighted, added in their order."""
-        total = None
-        for loss, weight in self._losses:
-            part = loss if weight == 1.0 else loss * weight
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+        """The loss of the batch."""
+        return total_loss(self._losses)
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
@@ -520,25 +509,21 @@ class Sweep:
             payload["microbatch"] = m
         tell_rebuilt(self.chain.events, self.chain.calls[b].name, b, self._adjoints[m], payload)
 
+    def pass_context(self, m: int) -> dict[str, Any]:
+        """What passes are told of a microbatch."""
+        return pass_context(self._loss_fn, self.parts, m, self._rows.get(m, 0))
+
     def _passes(self, b: int, m: int) -> None:
         adjoints = self._adjoints.get(m)
         if adjoints is None:
             return
         length = len(self.chain.calls)
         name = "output" if b == length else self.chain.calls[b].name
-        loss_fn = self._loss_fn
-        weights = loss_fn.weights if loss_fn is not None else None
-        scale = loss_fn.scale if loss_fn is not None else None
-        share = 1.0 if scale is None else 1.0 / scale.accumulate
         context = {
             "block_index": b,
             "block_name": name,
-            "microbatch": m,
-            "rows": self._rows.get(m, 0),
-            "weight": share * (weights[m] if weights is not None else float(self.parts == 1)),
+            **self.pass_context(m),
         }
-        if scale is not None:
-            context["loss_scale"] = scale.factor()
         states = []
         numbers = [n for n, a in enumerate(adjoints) if a is not None]
         for n in numbers:

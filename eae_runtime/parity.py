@@ -20,7 +20,8 @@ from torch import nn
 from . import _tree
 from ._ambient import same_source
 from ._autograd_driver import driver_of, unwrap, wrap
-from ._bits import same_bits
+from ._bits import different_places, same_bits
+from ._graph_sweep import call_model
 from ._outcome import Bench, Outcome, counting_hooks
 from ._peak import peak_bytes
 from .blockcall import BlockCall
@@ -131,7 +132,8 @@ class Report:
         lines = [f"{'ok' if self.ok else 'DIFFERENT'}: {self.exactness}, {self.driver} driver"]
         for kind, count in self.compared.items():
             wrong = [d for d in self.differences if d.kind == kind]
-            lines.append(f"  {kind:<16} {count:>5} compared  {'all the same' if not wrong else f'{len(wrong)} differ'}")
+            compared = count - sum(name.startswith(kind + " ") for name in self.unstable)
+            lines.append(f"  {kind:<16} {compared:>5} compared  {f'{len(wrong)} differ' if wrong else 'all the same'}")
         for difference in self.differences:
             lines.append(f"  * {difference} (round {difference.round})")
         for name in self.unstable:
@@ -170,7 +172,9 @@ def verify(
     chains and "autograd" for other modules.
 
     The model is given back exactly as it was: parameters, `.grad`, buffers, attributes, flags, hooks, generators. An
-    exception of plain PyTorch is raised; one of the runtime is a difference of kind "error".
+    exception of plain PyTorch is raised; one of the runtime is a difference of kind "error", but for ConfigError, which
+    is raised. Passes, `grad_clip_norm`, `random_streams` and `boundary_precision` change gradients on purpose, and are
+    shown as differences.
     """
     chain = isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple))
     driver = driver if driver is not None else ("chain" if chain else "autograd")
@@ -183,15 +187,25 @@ def verify(
     side: _Side | None = None
     plain = _Plain(call, loss_fn)
     try:
-        expected = plain.step(bench)
-        bench.learn_loose(plain.loss)
+        plain.before_backward = bench.learn_loose
+        plain.step(bench)
+        plain.before_backward = None
         expected, again = plain.outcome(bench), plain.outcome(bench)
         report.unstable = [f"{d.kind} {d.name}" for d in compare(again, expected)]
         report.compared = _counted(expected)
         report.peak_plain = _peak(plain, bench)
         bench.begin()
-        side = _Chain(model, config, loss_fn) if driver == "chain" else _Wrapped(modules, config, loss_fn, call, blocks)
-        _run_ours(side, bench, expected, report)
+        try:
+            side = (
+                _Chain(model, config, loss_fn)
+                if driver == "chain"
+                else _Wrapped(modules, config, loss_fn, call, blocks)
+            )
+            _run_ours(side, bench, expected, report)
+        except ConfigError:
+            raise
+        except Exception as error:
+            report.differences.append(Difference("error", type(error).__name__, str(error)))
     finally:
         try:
             if side is not None:
@@ -204,18 +218,15 @@ def verify(
 def _run_ours(side: _Side, bench: Bench, expected: Outcome, report: Report) -> None:
     unstable = set(report.unstable)
     seen: set[tuple[str, str]] = set()
-    try:
-        for number in range(1, _ROUNDS + 1):
-            before = [(c.forwards, c.rebuilds) for c in side.calls()]
-            for found in compare(side.outcome(bench), expected, number):
-                if f"{found.kind} {found.name}" not in unstable and (found.kind, found.name) not in seen:
-                    seen.add((found.kind, found.name))
-                    report.differences.append(found)
-            before += [(0, 0)] * (len(side.calls()) - len(before))
-            report.blocks = [_line(c, f, r, side.config) for c, (f, r) in zip(side.calls(), before, strict=True)]
-        report.peak = _peak(side, bench)
-    except Exception as error:
-        report.differences.append(Difference("error", type(error).__name__, str(error)))
+    for number in range(1, _ROUNDS + 1):
+        before = [(c.forwards, c.rebuilds) for c in side.calls()]
+        for found in compare(side.outcome(bench), expected, number):
+            if f"{found.kind} {found.name}" not in unstable and (found.kind, found.name) not in seen:
+                seen.add((found.kind, found.name))
+                report.differences.append(found)
+        before += [(0, 0)] * (len(side.calls()) - len(before))
+        report.blocks = [_line(c, f, r, side.config) for c, (f, r) in zip(side.calls(), before, strict=True)]
+    report.peak = _peak(side, bench)
 
 
 def _line(call: BlockCall, forwards: int, rebuilds: int, config: RuntimeConfig | None) -> BlockLine:
@@ -254,9 +265,7 @@ def _caller(model: Any, chain: bool) -> Callable[[Any], Any]:
             for block in model:
                 inputs = block(inputs)
             return inputs
-        if isinstance(inputs, dict):
-            return model(**inputs)
-        return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        return call_model(model, inputs)
 
     # An nn.Sequential is called as a whole, for its own hooks.
     return model if isinstance(model, nn.Sequential) else call
@@ -298,11 +307,14 @@ class _Plain(_Side):
     def __init__(self, call: Callable[[Any], Any], loss_fn: LossFn) -> None:
         self._call = call
         self._loss_fn = loss_fn
+        self.before_backward: Callable[[torch.Tensor], None] | None = None
 
     def run(self, inputs: Any) -> None:
         with torch.enable_grad():
             self.outputs = self._call(inputs)
             self.loss = self._loss_fn(self.outputs)
+            if self.before_backward is not None:
+                self.before_backward(self.loss)
             self.loss.backward()
 
 
@@ -378,10 +390,10 @@ def _compare_tensors(
     kind: str, ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], number: int
 ) -> list[Difference]:
     found = []
-    for name in plain.keys() - ours.keys():
+    for name in sorted(plain.keys() - ours.keys()):
         lost = "lost leaf" if kind == "gradient" else kind
         found.append(Difference(lost, name, "there is none; plain PyTorch has one", round=number))
-    for name in ours.keys() - plain.keys():
+    for name in sorted(ours.keys() - plain.keys()):
         extra = "extra gradient" if kind == "gradient" else kind
         found.append(Difference(extra, name, "plain PyTorch has none", round=number))
     for name, b in plain.items():
@@ -402,7 +414,7 @@ def _tensor_difference(kind: str, name: str, a: torch.Tensor, b: torch.Tensor, n
     wide = torch.complex128 if a.is_complex() else torch.float64
     off, top = (a.to(wide) - b.to(wide)).abs().max().item(), b.to(wide).abs().max().item()
     relative = off / top if top and math.isfinite(off) else off
-    places = int((a != b).sum())
+    places = different_places(a, b)
     return Difference(
         kind, name, f"{places} of {b.numel()} values differ, by {relative:.2g} of the largest", relative, close, number
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 from .adjoint import AdjointState
@@ -41,6 +42,8 @@ class AdjointPipeline:
         self.trace = 0
         # The core's pool that their results lie in; 0 is one for each run.
         self.pool = 0
+        # What every context holds beside what the caller of `run` says; see `within`.
+        self._given: Context = {}
         # The chain made for the run of core passes that starts at this place.
         self._chains: dict[int, CoreChain] = {}
 
@@ -60,7 +63,7 @@ class AdjointPipeline:
         joint), a Python pass one by one, with `tensor_index` in its context."""
         if not self.passes or not adjoints:
             return adjoints
-        shared: Context = {"event_bus": self.event_bus, **(context or {})}
+        shared: Context = {"event_bus": self.event_bus, **self._given, **(context or {})}
         start = 0
         while start < len(self.passes):
             run = self._core_run(start)
@@ -71,6 +74,16 @@ class AdjointPipeline:
                 adjoints = self._run_python(self.passes[start], adjoints, shared)
                 start += 1
         return adjoints
+
+    @contextmanager
+    def within(self, context: Context) -> Iterator[None]:
+        """A region in which `context` is part of every context: what a driver knows that those who call `run` in it do
+        not (the loss scale, the microbatch)."""
+        before, self._given = self._given, context
+        try:
+            yield
+        finally:
+            self._given = before
 
     def __call__(self, adjoint: AdjointState, context: Context | None = None) -> AdjointState:
         return self.run(adjoint, context)

@@ -12,7 +12,7 @@ from torch import nn
 
 from . import _bridge, _tree
 from ._ambient import Generators
-from ._autograd_driver import Driver, attach, unwrap
+from ._autograd_driver import Driver, attach, detach
 from ._block_finder import repeated_layers
 from ._chain import Chain
 from ._checkpoint import load_state, state_of
@@ -20,7 +20,7 @@ from ._exclusive import exclusive, is_inside
 from ._graph_sweep import GraphSweep, Whole
 from ._losses import check_loss, split_rows
 from ._program import ALL, Action, Program
-from ._records import RestartStep
+from ._records import Remembered, RestartStep
 from ._split import AnySweep, Split
 from ._streams import StreamedSweep
 from ._training import Request, Training
@@ -36,7 +36,6 @@ from .errors import (
     ConfigError,
     EAEError,
     PlanError,
-    RebuildMismatchError,
     TensorTypeError,
 )
 from .events import EventBus, tell_rebuilt
@@ -89,8 +88,18 @@ class EAERuntime:
         config.validate()
         self.optimizer = optimizer
         self.scheduler: BaseScheduler = build_scheduler(config.scheduler, **self._scheduler_options())
-        # A model with code between its blocks keeps its own forward.
+        # A model with code between its blocks keeps its own forward, until close().
         driver = self._wrapped(model)
+        try:
+            self._build(model, driver)
+        except BaseException:
+            if isinstance(model, nn.Module) and driver is not None:
+                detach(model)
+            raise
+
+    def _build(self, model: Any, driver: Driver | None) -> None:
+        """Makes the parts. driver: of a model that keeps its own forward."""
+        config = self.config
         # This process's part, where blocks are spread over several; `modules` has stand-ins for the blocks of others.
         self._ranks = ranks = Ranks.connect(self.scheduler, config, model, BlockDecomposer.decompose)
         self.blocks: list[nn.Module]
@@ -140,7 +149,7 @@ class EAERuntime:
         self._stats: dict[str, float] = {}
         self._split = Split(self)
         self._sweeps = 0
-        # The step's number in the random streams (RuntimeConfig.random_streams). Set it when a run is resumed.
+        # Steps and forwards so far: the number of the next one in the random streams (RuntimeConfig.random_streams).
         self.steps = 0
         self._seed = torch.initial_seed()
         self._closed = False
@@ -172,7 +181,7 @@ class EAERuntime:
         if driver is not None:
             assert isinstance(model, nn.Module)
             driver.use(self.pipeline, self.boundary_store, self._chain.generators, self._tell_rebuilt)
-            self._whole = Whole(model, self._chain.generators)
+            self._whole = Whole(model, self._chain.generators, self.pipeline)
 
     def _wrapped(self, model: Any) -> Driver | None:
         """The driver of a module that is no chain but has repeated layers, which are wrapped now."""
@@ -227,7 +236,7 @@ class EAERuntime:
         self._split.drop()
         self._last_grads = []
         if self._whole is not None:
-            unwrap(self._whole.model)
+            detach(self._whole.model)
         self.boundary_store.close()
         self.pipeline.trace = 0
         self.pipeline.close()
@@ -388,7 +397,9 @@ class EAERuntime:
         After a failure nothing is stored and buffers and generators are as before.
         """
         with self._exclusive():
-            return self._split.forward(x)
+            output = self._split.forward(x)
+            self.steps += 1
+            return output
 
     def backward(self, output: Any, loss_fn: LossFn) -> tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]:
         """The loss of `output` and the gradients of every leaf, for the last :meth:`forward`. `.grad` stays as it is.
@@ -425,10 +436,11 @@ class EAERuntime:
         with self._exclusive():
             for _ in self._attempts():
                 try:
-                    return self._split.both(x, loss_fn)
-                except RebuildMismatchError as error:
-                    if "it is remembered now" not in str(error):
-                        raise
+                    found = self._split.both(x, loss_fn)
+                except Remembered:
+                    continue
+                self.steps += 1
+                return found
             raise AssertionError("unreachable")
 
     # -- a whole step ----------------------------------------------------------------------------------------------
@@ -467,7 +479,7 @@ class EAERuntime:
                     if self._custom():
                         return self._training.custom_step(request)
                     return self._training.step(request)
-                except RestartStep:
+                except (RestartStep, Remembered):
                     continue
             raise AssertionError("unreachable")
 

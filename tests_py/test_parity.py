@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from eae_runtime import RuntimeConfig, _autograd_node, _runs, blockcall, verify
+from eae_runtime import RuntimeConfig, _autograd_node, _outcome, _runs, blockcall, parity, verify
 from eae_runtime.errors import ConfigError
 from models import CASES, Fn, Residual, chain
 from oracle import nothing_left
@@ -278,6 +278,37 @@ def test_the_model_comes_back_as_it_was(where: str) -> None:
         with pytest.raises(ArithmeticError, match=where):
             verify(model, IDS, loss)
     assert whole_state(model) == before
+
+
+def test_gradients_of_leaves_that_nobody_registered_come_back() -> None:
+    leaf = nn.Parameter(torch.ones(4))
+    model = chain(nn.Linear(4, 4), lambda x: x * leaf, nn.Linear(4, 2))
+    for grad in (None, torch.full((4,), 5.0)):
+        leaf.grad = grad
+        report = verify(model, torch.ones(2, 4), torch.sum)
+        assert report.ok and report.compared["gradient"] == 5
+        assert leaf.grad is grad and (grad is None or torch.equal(grad, torch.full((4,), 5.0)))
+
+
+def test_an_error_of_the_runtime_at_its_start_is_in_the_report(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    report = verify(Model(), IDS, cross, RuntimeConfig(boundary_tier="disk", disk_dir=file / "below"))
+    assert found(report) == {("error", "StoreError")}
+
+
+def test_zeros_of_two_signs_differ() -> None:
+    made = _outcome.Outcome(gradients={"w": torch.tensor([0.0, 1.0])})
+    other = _outcome.Outcome(gradients={"w": torch.tensor([-0.0, 1.0])})
+    (difference,) = parity.compare(made, other)
+    assert "1 of 2 values differ" in str(difference) and difference.close
+
+
+def test_what_is_unstable_is_not_counted_as_compared() -> None:
+    noise = iter(torch.arange(1.0, 1000.0))
+    model = chain(nn.Linear(4, 4), nn.Linear(4, 2))
+    text = str(verify(model, torch.ones(2, 4), lambda y: y.sum() * next(noise)))
+    assert "loss                 0 compared" in text and "output               1 compared" in text
 
 
 def test_a_frozen_model_raises_plains_own_error() -> None:

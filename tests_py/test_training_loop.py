@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from eae_runtime import EAERuntime, RuntimeConfig
 from eae_runtime._graph_sweep import call_model
-from eae_runtime.errors import ConfigError, EAEError, PlanError
+from eae_runtime.errors import ConfigError, EAEError, PassError, PlanError
 from eae_runtime.passes import ClipPass, EAEPass
+from eae_runtime.schedulers import ReverseContext, SequentialScheduler
 from models import Fn
 from wrapped import IDS, Model, cross
 
@@ -24,9 +25,17 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "sequential": {},
     "async host": {"scheduler": "async", "boundary_tier": "host"},
     "pipeline": {"scheduler": "pipeline", "num_microbatches": 2},
+    "own": {"scheduler": "own"},
 }
 
 Make = Callable[[], nn.Module]
+
+
+class Own(SequentialScheduler):
+    """A scheduler of the user's own, as far as the runtime can see."""
+
+    def run(self, context: ReverseContext) -> Any:
+        return super().run(context)
 
 
 def chain() -> nn.Sequential:
@@ -50,6 +59,10 @@ class Between(nn.Module):
 
 
 MODELS: dict[str, Make] = {"chain": chain, "module": Between}
+
+
+def with_own(settings: dict[str, Any]) -> dict[str, Any]:
+    return {**settings, "scheduler": Own()} if settings.get("scheduler") == "own" else settings
 
 
 def twins(make: Make) -> tuple[nn.Module, nn.Module]:
@@ -139,7 +152,7 @@ def test_loss_scaler(kind: str, settings: dict[str, Any]) -> None:
     theirs, ours = twins(MODELS[kind])
     plain, mine = groups(theirs), groups(ours)
     one, two = scaler(growth_interval=2), scaler(growth_interval=2)
-    config = RuntimeConfig(loss_scaler=two, grad_clip_norm=0.05, **settings)
+    config = RuntimeConfig(loss_scaler=two, grad_clip_norm=0.05, **with_own(settings))
     with EAERuntime(ours, mine, config) as runtime:
         for step in range(6):
             x, y = batch(step)
@@ -218,6 +231,73 @@ def test_passes_see_unscaled_thresholds() -> None:
     assert all(map(torch.equal, results[0].values(), results[1].values()))
 
 
+class Contexts(EAEPass):
+    """Remembers what it is told."""
+
+    name = "Contexts"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def process(self, adjoint: Any, context: Any = None) -> Any:
+        self.seen.append(tuple(context.get(n) for n in ("loss_scale", "weight", "rows", "microbatch")))
+        return adjoint.clone()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("scheduler", ["sequential", "own"])
+def test_passes_are_told_scale_and_weight(kind: str, scheduler: str) -> None:
+    told = Contexts()
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    x, y = batch(0)
+    settings = with_own({"scheduler": scheduler, "loss_scaler": scaler(), "passes": [told]})
+    with EAERuntime(model, groups(model), RuntimeConfig(**settings)) as runtime:
+        runtime.train_step(x, F.cross_entropy, y, accumulate=2)
+        assert set(told.seen) == {(65536.0, 0.5, 8, 0)}
+        runtime.train_step(x, F.cross_entropy, y, accumulate=2)
+        told.seen.clear()
+        runtime.compute_gradients(x, lambda out: F.cross_entropy(out, y))
+        assert {(seen[0], seen[1]) for seen in told.seen} == {(None, 1.0)}
+
+
+def test_passes_of_a_module_are_told_each_microbatch() -> None:
+    told = Contexts()
+    torch.manual_seed(0)
+    model = Between()
+    x, y = batch(0, rows=7)
+    config = RuntimeConfig(scheduler="pipeline", num_microbatches=2, passes=[told])
+    with EAERuntime(model, groups(model), config) as runtime:
+        runtime.train_step(x, F.cross_entropy, y)
+    assert set(told.seen) == {(None, 4 / 7, 4, 0), (None, 3 / 7, 3, 1)}
+
+
+def test_a_step_that_is_skipped_takes_all_its_calls_back_from_the_passes() -> None:
+    """Two calls make a step; the second overflows. Also when the runtime was saved between the two."""
+    x, y = batch(0)
+    seen: list[int] = []
+    for resumed in (False, True):
+        torch.manual_seed(0)
+        model, counts = chain(), Counts()
+        optimizer = groups(model)
+        runtime = EAERuntime(model, optimizer, RuntimeConfig(loss_scaler=scaler(), passes=[counts]))
+        runtime.train_step(x, F.cross_entropy, y)
+        before = counts.seen
+        runtime.train_step(x, F.cross_entropy, y, accumulate=2)
+        assert counts.seen > before
+        if resumed:
+            state = runtime.state_dict()
+            runtime.close()
+            counts = Counts()
+            runtime = EAERuntime(model, optimizer, RuntimeConfig(loss_scaler=scaler(), passes=[counts]))
+            runtime.load_state_dict(state)
+        runtime.train_step(x, lambda out, y: F.cross_entropy(out, y) * 1e36, y, accumulate=2)
+        assert counts.seen == before > 0
+        seen.append(counts.seen)
+        runtime.close()
+    assert seen[0] == seen[1]
+
+
 def test_scaler_with_the_split_calls() -> None:
     theirs, ours = twins(chain)
     plain, mine = groups(theirs), groups(ours)
@@ -256,7 +336,7 @@ def test_accumulation(kind: str, settings: dict[str, Any], scaled: bool) -> None
     for model, log in zip((theirs, ours), logs):
         p = list(model.parameters())[2]
         p.register_post_accumulate_grad_hook(lambda p, log=log: log.append(p.grad.clone()))
-    config = RuntimeConfig(grad_clip_norm=0.05, loss_scaler=two if scaled else None, **settings)
+    config = RuntimeConfig(grad_clip_norm=0.05, loss_scaler=two if scaled else None, **with_own(settings))
     with EAERuntime(ours, mine, config) as runtime:
         for step in range(8):
             x, y = batch(step)
@@ -266,7 +346,7 @@ def test_accumulation(kind: str, settings: dict[str, Any], scaled: bool) -> None
                 one.scale(loss / 4).backward(torch.tensor(1 / parts)) if parts > 1 else one.scale(loss / 4).backward()
             torch.manual_seed(step)
             runtime.train_step(x, F.cross_entropy, y, accumulate=4)
-            assert runtime.pending == (step + 1) % 4
+            assert runtime.pending == (step + 1) % 4 and runtime.steps == step + 1
             if step % 4 < 3:
                 same_grads(theirs, ours, step)
                 continue
@@ -414,6 +494,82 @@ def test_a_failed_step_of_a_module_is_undone() -> None:
             assert all(p.grad is None for p in model.parameters())
 
 
+def test_what_cannot_be_put_back_is_named() -> None:
+    """A buffer outside of the blocks, too large for a copy in every step, first written in a step that fails."""
+
+    class Late(Between):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(70_000))
+            self.late = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.late:
+                self.table.add_(1)
+            return super().forward(x)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("no")
+
+    model = Late()
+    x, y = batch(0)
+    with EAERuntime(model, groups(model)) as runtime:
+        runtime.train_step(x, F.cross_entropy, y)
+        model.late = True
+        with pytest.raises(ArithmeticError) as info:
+            runtime.train_step(x, fail, y)
+        if hasattr(info.value, "__notes__"):
+            assert any("not put back: table" in note for note in info.value.__notes__)
+        # From now on it is kept.
+        before = model.table.clone()
+        with pytest.raises(ArithmeticError):
+            runtime.train_step(x, fail, y)
+        assert torch.equal(model.table, before)
+
+
+class Reads(nn.Module):
+    """Reads a leaf that nobody has registered once it is told to."""
+
+    def __init__(self, inner: nn.Module, leaf: torch.Tensor) -> None:
+        super().__init__()
+        self.inner = inner
+        self.read = lambda: leaf
+        self.late = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.read() if self.late else self.inner(x)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("scheduler", ["sequential", "own"])
+def test_a_leaf_that_is_read_late_repeats_the_step(kind: str, scheduler: str) -> None:
+    extra = nn.Parameter(torch.full((6,), 0.5))
+    theirs, ours = twins(MODELS[kind])
+    for model in (theirs, ours):
+        layers = model.layers if kind == "module" else model
+        for number in (0, 1) if kind == "module" else (1, 2):
+            layers[number] = Reads(layers[number], extra)
+    plain, mine = groups(theirs), groups(ours)
+    x, y = batch(0)
+    with EAERuntime(ours, mine, RuntimeConfig(**with_own({"scheduler": scheduler}))) as runtime:
+        for step in range(6):
+            got = []
+            for model in (theirs, ours):
+                (model.layers[0] if kind == "module" else model[1]).late = step >= 3
+                extra.grad = None
+                torch.manual_seed(step)
+                if model is theirs:
+                    plain.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    plain.step()
+                else:
+                    runtime.train_step(x, F.cross_entropy, y)
+                got.append(extra.grad)
+            same(theirs, ours, step)
+            assert (got[0] is None) == (got[1] is None) == (step < 3), step
+            assert step < 3 or torch.equal(*got), step
+
+
 # -- batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -476,9 +632,10 @@ def test_nothing_is_loaded_from_another_state() -> None:
             ({"passes": []}, "saved with the passes \\[\\]"),
             ({"loss_scaler": {}}, "the state has a loss scaler"),
             ({"gradients": {"nobody": torch.ones(1)}}, "gradients of \\['nobody'\\]"),
+            ({"pass_state": [None, None]}, "state for 2 passes"),
         ):
             steps = runtime.steps
-            with pytest.raises(ConfigError, match=text):
+            with pytest.raises((ConfigError, PassError), match=text):
                 runtime.load_state_dict({**state, **change, "steps": 77})
             assert runtime.steps == steps
         with pytest.raises(ConfigError, match="no state"):

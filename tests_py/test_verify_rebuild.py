@@ -320,3 +320,34 @@ def test_a_failed_step_gives_counters_and_caches_back(at: str) -> None:
         with pytest.raises(ArithmeticError):
             runtime.train_step(torch.ones(2, 4) * 5, loss)
         assert (counts.calls, counts.log, counts.made) == (1, [0, 1], {1: 1}) and counts.fresh is before
+
+
+def test_an_attribute_that_depends_on_the_grad_mode() -> None:
+    """A block that notes how it was run goes on in grad mode, as plain PyTorch would run it."""
+
+    class Notes(nn.Linear):
+        mode = ""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mode = "training" if torch.is_grad_enabled() else "evaluation"
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = chain(*[Notes(4, 4) for _ in range(3)])
+    with EAERuntime(model) as runtime:
+        for _ in range(5):
+            runtime.train_step(torch.ones(2, 4), torch.sum)
+            assert [block.mode for block in model] == ["training"] * 3
+
+
+def test_nan_is_no_random_draw() -> None:
+    count = [0.0]
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        count[0] = min(count[0] + 1, 2.0)
+        return torch.cat([x * count[0], x.new_full((len(x), 1), float("nan"))], 1)
+
+    torch.manual_seed(0)
+    model = chain(nn.Linear(4, 4), counts, nn.Linear(5, 2))
+    with EAERuntime(model) as runtime, pytest.raises(RebuildMismatchError, match="state changed by forward"):
+        runtime.train_step(torch.ones(2, 4), torch.sum)

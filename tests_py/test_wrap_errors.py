@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from eae_runtime import EAERuntime, RuntimeConfig, pin, wrap
+from eae_runtime import EAERuntime, RuntimeConfig, pin, unwrap, wrap
 from eae_runtime._autograd_driver import driver_of
-from eae_runtime.errors import BlockError, ConfigError, RebuildMismatchError, TensorTypeError
+from eae_runtime.errors import BlockError, ConfigError, EAEError, RebuildMismatchError, TensorTypeError
 from wrapped import IDS, Layer, Model, Row, assert_steps, cross, pair, same_grads
 
 # -- pins and rebuilds that differ -----------------------------------------------------------------------------------
@@ -316,8 +317,55 @@ def test_finding_blocks() -> None:
         (lambda: wrap(Model(), {"passes": []}), "has to be a RuntimeConfig"),
         (lambda: wrap(Model(), RuntimeConfig(scheduler="pipeline")), "'sequential', 'async'"),
         (lambda: wrap(Model(), RuntimeConfig(grad_clip_norm=1.0)), "grad_clip_norm has no effect"),
+        (lambda: wrap(Model(), RuntimeConfig(loss_scaler=torch.amp.GradScaler("cpu"))), "loss_scaler has no effect"),
+        (lambda: wrap(Model(), RuntimeConfig(trace=True)), "trace has no effect"),
     ],
 )
 def test_bad_arguments(call: Callable[[], Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         call()
+
+
+# -- who has wrapped a model -------------------------------------------------------------------------------------------
+
+
+def test_a_runtime_that_cannot_be_made_leaves_the_model_alone(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    model = Model()
+    before = [sorted(m.__dict__) for m in model.modules()]
+    with pytest.raises(EAEError):
+        EAERuntime(model, config=RuntimeConfig(boundary_tier="disk", disk_dir=file / "below"))
+    assert [sorted(m.__dict__) for m in model.modules()] == before
+    wrap(model)
+
+
+def test_a_runtimes_model_is_unwrapped_by_the_runtime() -> None:
+    model = Model()
+    with EAERuntime(model, config=RuntimeConfig(boundary_tier="host")) as runtime:
+        with pytest.raises(ConfigError, match="close\\(\\) that instead"):
+            unwrap(model)
+        with pytest.raises(ConfigError, match="wrapped already"):
+            wrap(model)
+        runtime.train_step(IDS, cross)
+    wrap(model)
+
+
+def test_a_door_that_somebody_has_wrapped_lets_everything_through() -> None:
+    """After `unwrap`, and after `wrap` has put another door around it."""
+    plain, ours = pair(Model)
+    layer = ours.layers[1]
+    inner = layer.forward
+    layer.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    counts = []
+    for change in (lambda: None, lambda: unwrap(ours), lambda: wrap(ours)):
+        change()
+        before = inner.call.forwards
+        plain.zero_grad()
+        ours.zero_grad()
+        for model in (plain, ours):
+            torch.manual_seed(3)
+            cross(model(IDS)).backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), ours.parameters()))
+        counts.append(inner.call.forwards - before)
+    assert counts == [1, 0, 0]

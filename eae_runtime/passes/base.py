@@ -20,8 +20,9 @@ class EAEPass:
     can be set.
 
     `context` holds what the runtime knows here: block_index, block_name, microbatch, rows, weight, event_bus; for a
-    boundary of several tensors also tensor_index. Who calls a pass or pipeline may add step and loss_scale. Standalone
-    it may be empty.
+    boundary of several tensors also tensor_index; with a loss scaler also loss_scale. Under `wrap` the training code's
+    own microbatches and scale are not known: block_index, block_name and event_bus alone. Who calls a pass or pipeline
+    may add step. Standalone it may be empty.
 
     A pass that carries something from step to step sets `stateful = True` and gives it out by `state()` as plain
     objects and tensors, and takes it back by `load_state(state)`.
