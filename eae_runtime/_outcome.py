@@ -71,8 +71,8 @@ class Bench:
         return found
 
     def learn_loose(self, loss: torch.Tensor) -> None:
-        """Finds the leaves of a plain graph that no module has registered, before its backward, and sets their gradients
-        aside."""
+        """Finds the leaves of a plain graph that no module has registered, before its backward, and sets their
+        gradients aside."""
         known = {id(p) for p, _, _ in self._parameters} | {id(t) for t in _tree.flatten(self.fresh)[0]}
         for leaf in graph_leaves([loss]):
             if id(leaf) not in known and all(leaf is not other for other in self.loose):
