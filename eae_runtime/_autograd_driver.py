@@ -473,7 +473,7 @@ def _check_config(model: nn.Module, config: RuntimeConfig) -> None:
     config.validate()
     if config.scheduler not in ("sequential", "async"):
         raise ConfigError(
-            f"scheduler={config.scheduler!r}: under wrap() the model's own forward and the engine keep the order; "
+            f"scheduler={config.scheduler!r}: with wrap(), the model's own forward and the engine keep the order; "
             "allowed is 'sequential', 'async'"
         )
     plain = RuntimeConfig()

@@ -53,18 +53,21 @@ def explain(
             "Keep the choice from the forward with eae_runtime.pin(), and what changes between runs in a buffer",
         )
     return (
-        "state changed by forward: the block depends on something outside its modules that its forward changes (a "
-        "global, a counter in a closure)",
-        "Keep it in a registered buffer or a plain attribute of the module, or give it to the block as an argument",
+        "state changed by forward: the block depends on something that has changed since and is not its own (a "
+        "global, a counter in a closure, a parameter written through .data, an attribute that the model sets between "
+        "two calls)",
+        "Keep what the forward changes in a buffer or an attribute of the module, and give what comes from outside as "
+        "an argument",
     )
 
 
 def _not_repeatable() -> tuple[str, str]:
     return (
         "random draw from a source that is not replayed (os.urandom, a clock, a generator in a place where it is not "
-        "looked for), or a kernel that is not deterministic",
-        "Draw from torch, random, numpy or a generator that a module holds; keep the sample with eae_runtime.pin(); or "
-        "use torch.use_deterministic_algorithms(True)",
+        "looked for), state outside its modules that every run changes (a counter in a closure), or a kernel that is "
+        "not deterministic",
+        "Draw from torch, random, numpy or a generator that a module holds; keep counters in attributes of the module; "
+        "keep the sample or the choice with eae_runtime.pin(); or use torch.use_deterministic_algorithms(True)",
     )
 
 

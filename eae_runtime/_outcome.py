@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
+from torch.nn.parameter import is_lazy
 
 from . import _tree
 from ._ambient import Generators, host_sources, read_source, write_source
@@ -17,6 +18,7 @@ from ._hooks import look
 from ._leaves import graph_leaves
 from ._state import Watch
 from ._structure import Structure, own_attributes
+from .errors import ConfigError
 
 __all__ = ["Bench", "Outcome", "counting_hooks"]
 
@@ -44,6 +46,8 @@ class Bench:
     that state back, object by object."""
 
     def __init__(self, modules: nn.Module, inputs: Any) -> None:
+        if any(map(is_lazy, modules.parameters())):
+            raise ConfigError("the model has lazy parameters without a shape; run it once before it is verified")
         self.modules = modules
         self._inputs = _tree.flatten(inputs)
         self._structure = Structure(modules)

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 __all__ = ["peak_bytes"]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler's library writes lines of its own to the process's error output unless it is told not to."""
+    name = "KINETO_LOG_LEVEL"
+    given = os.environ.get(name)
+    os.environ.setdefault(name, "99")
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[name]
 
 
 def peak_bytes(run: Callable[[], object], devices: Sequence[torch.device]) -> int:
@@ -21,7 +36,7 @@ def peak_bytes(run: Callable[[], object], devices: Sequence[torch.device]) -> in
     if cuda:
         run()
         return sum(torch.cuda.max_memory_allocated(device) for device in cuda) - before
-    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
+    with _quiet(), torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
         run()
     now = most = 0
     assert profile.kineto_results is not None

@@ -78,9 +78,15 @@ class Waiting:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Held):
-            self._ahead(packed.key)
-            packed.load()
-            return self._store.fetch(packed.key)
+            try:
+                self._ahead(packed.key)
+                packed.load()
+                return self._store.fetch(packed.key)
+            except ClosedError:
+                raise ClosedError(
+                    "a block's input waited on a tier that was closed before this backward: call unwrap(), or close "
+                    "the runtime, when no backward is pending"
+                ) from None
         tensor, version = packed
         if tensor._version != version:
             raise RebuildMismatchError(

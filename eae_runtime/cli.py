@@ -8,6 +8,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eae", description="A programmable reverse-mode runtime for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"eae-runtime {metadata.version('eae-runtime')}")
     commands = parser.add_subparsers(required=True, metavar="command")
     verify = commands.add_parser(
         "verify",
@@ -46,7 +48,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SCRIPT.py:FUNCTION",
         help="a function that returns (model, inputs, loss_fn) or (model, inputs, loss_fn, config)",
     )
-    verify.add_argument("--driver", choices=("chain", "autograd"), help="default: chain for nn.Sequential and lists")
+    verify.add_argument(
+        "--driver",
+        choices=("chain", "autograd"),
+        help="EAERuntime or wrap(); default: chain for nn.Sequential and lists",
+    )
+    verify.add_argument(
+        "--blocks", nargs="+", metavar="NAME", help="modules that are the blocks, with * and ? (autograd driver)"
+    )
     verify.add_argument("--scheduler", help="in place of the config's")
     verify.add_argument("--tier", choices=("device", "host", "disk"), help="where boundaries wait")
     verify.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -60,8 +69,9 @@ def _verify(options: argparse.Namespace) -> int:
 
     made = _call(_function(options.script))
     if not isinstance(made, tuple) or len(made) not in (3, 4):
+        given = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise _Unusable(
-            f"{options.script} returned {type(made).__name__}; it has to return (model, inputs, loss_fn) or "
+            f"{options.script} returned {given}; it has to return (model, inputs, loss_fn) or "
             "(model, inputs, loss_fn, config)"
         )
     config = made[3] if len(made) == 4 else None
@@ -71,9 +81,9 @@ def _verify(options: argparse.Namespace) -> int:
             config.scheduler = options.scheduler or config.scheduler
             config.boundary_tier = options.tier or config.boundary_tier
             config.validate()
-        report = verify(made[0], made[1], made[2], config, driver=options.driver)
+        report = verify(made[0], made[1], made[2], config, driver=options.driver, blocks=options.blocks)
     except ConfigError as error:
-        raise _Unusable(str(error)) from None
+        raise _Unusable(str(error).replace("blocks=['encoder.*', 'head']", "--blocks 'encoder.*' head")) from None
     except Exception as error:
         traceback.print_exc()
         raise _Unusable(f"plain PyTorch cannot run it: {type(error).__name__}: {error}") from None

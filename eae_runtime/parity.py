@@ -130,24 +130,28 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{'ok' if self.ok else 'DIFFERENT'}: {self.exactness}, {self.driver} driver"]
+        whole = not any(d.kind == "error" for d in self.differences)
+        lines += self._compared() if whole else []
+        lines += [f"  * {difference} (round {difference.round})" for difference in self.differences]
+        lines += [f"  plain PyTorch is not deterministic: {name}" for name in self.unstable]
+        return "\n".join(lines + (self._blocks() if whole else []))
+
+    def _compared(self) -> list[str]:
+        lines = []
         for kind, count in self.compared.items():
-            wrong = [d for d in self.differences if d.kind == kind]
+            wrong = sum(d.kind == kind for d in self.differences)
             compared = count - sum(name.startswith(kind + " ") for name in self.unstable)
-            lines.append(f"  {kind:<16} {compared:>5} compared  {f'{len(wrong)} differ' if wrong else 'all the same'}")
-        for difference in self.differences:
-            lines.append(f"  * {difference} (round {difference.round})")
-        for name in self.unstable:
-            lines.append(f"  plain PyTorch is not deterministic: {name}")
-        lines.append(f"  blocks rebuilt   {self.rebuilt:>5} of {len(self.blocks)}")
+            lines.append(f"  {kind:<16} {compared:>5} compared  {f'{wrong} differ' if wrong else 'all the same'}")
+        return lines
+
+    def _blocks(self) -> list[str]:
+        lines = [f"  blocks rebuilt   {self.rebuilt:>5} of {len(self.blocks)}"]
         lines += [f"  kept: {b.name}, {b.kept}" for b in self.blocks if b.kept is not None]
         lines.append(f"  rebuilds         {sum(b.compared for b in self.blocks):>5} compared with their forwards")
         lines += [f"  not compared: {b.name}, {b.skipped}" for b in self.blocks if b.skipped is not None]
-        if self.peak_plain:
-            lines.append(
-                f"  step peak        {_size(self.peak)}, plain {_size(self.peak_plain)} "
-                f"({self.peak / self.peak_plain:.2f} x)"
-            )
-        return "\n".join(lines)
+        ratio = f" ({self.peak / self.peak_plain:.2f} x)" if self.peak_plain else ""
+        lines.append(f"  step peak        {_size(self.peak)}, plain {_size(self.peak_plain)}{ratio}")
+        return lines
 
 
 def _size(count: int) -> str:
@@ -168,8 +172,9 @@ def verify(
     inputs: a tensor for `model(x)`, a tuple for `model(*inputs)`, a dictionary for `model(**inputs)`; a chain
     (nn.Sequential, nn.ModuleList, list of modules) is given the value as it is.
     loss_fn: called with the output, returns a scalar.
-    driver: "chain" (EAERuntime walks the blocks) or "autograd" (`wrap`, with `blocks` as there); None takes "chain" for
-    chains and "autograd" for other modules.
+    driver: "chain" (EAERuntime; on a module with a forward of its own that is the autograd driver too) or "autograd"
+    (`wrap`, with `blocks` as there); None takes "chain" for chains and "autograd" for other modules. `report.driver`
+    tells which one it was.
 
     The model is given back exactly as it was: parameters, `.grad`, buffers, attributes, flags, hooks, generators. An
     exception of plain PyTorch is raised; one of the runtime is a difference of kind "error", but for ConfigError, which
@@ -216,6 +221,7 @@ def verify(
 
 
 def _run_ours(side: _Side, bench: Bench, expected: Outcome, report: Report) -> None:
+    report.driver = side.driver or report.driver
     unstable = set(report.unstable)
     seen: set[tuple[str, str]] = set()
     for number in range(1, _ROUNDS + 1):
@@ -276,6 +282,8 @@ class _Side:
 
     outputs: Any
     loss: torch.Tensor
+    # Which one it turned out to be, where that is not what was asked for.
+    driver: str | None = None
     config: RuntimeConfig | None = None
 
     def run(self, inputs: Any) -> None:
@@ -344,6 +352,8 @@ class _Chain(_Side):
         self.config = config
         self._runtime = EAERuntime(model, None, config)
         self._loss_fn = loss_fn
+        if self._runtime._driver is not None:
+            self.driver = "autograd"
 
     def run(self, inputs: Any) -> None:
         def loss_fn(output: Any) -> torch.Tensor:

@@ -188,14 +188,13 @@ class EAERuntime:
         config = self.config
         plain = isinstance(model, nn.Module) and not isinstance(model, (nn.ModuleList, nn.ModuleDict))
         chain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-        if not plain or chain or isinstance(self.scheduler, DistributedScheduler) or self._custom():
+        if not plain or chain or self._custom() or not repeated_layers(model):
             return None
-        if not repeated_layers(model):
-            return None
-        if config.random_streams:
+        distributed = isinstance(self.scheduler, DistributedScheduler)
+        if config.random_streams or distributed:
             raise PlanError(
-                "random_streams=True needs a chain of blocks (nn.Sequential, nn.ModuleList, a list): "
-                f"{type(model).__name__} keeps its own forward"
+                f"{'the distributed scheduler' if distributed else 'random_streams=True'} needs a chain of blocks "
+                f"(nn.Sequential, nn.ModuleList, a list): {type(model).__name__} keeps its own forward"
             )
         return attach(model, config)
 
@@ -411,9 +410,22 @@ class EAERuntime:
             return self._split.backward(output, loss_fn)
 
     def apply_gradients(self, param_grads: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Adds gradients into `.grad` and then fires each leaf's post-accumulate hooks once."""
+        """Adds gradients into `.grad` and then fires each leaf's post-accumulate hooks once.
+
+        param_grads: by leaf, the second of what :meth:`backward` and :meth:`compute_gradients` return. Raises
+        TensorTypeError for anything else, and for a gradient of another shape; nothing is added then.
+        """
         self._check_open()
+        if not isinstance(param_grads, dict):
+            raise TensorTypeError(
+                f"apply_gradients() takes the dictionary {{leaf: gradient}}, not {type(param_grads).__name__}; "
+                "backward() and compute_gradients() return (loss, gradients)"
+            )
         for leaf, grad in param_grads.items():
+            if not isinstance(leaf, torch.Tensor) or not isinstance(grad, torch.Tensor):
+                raise TensorTypeError(
+                    f"apply_gradients() takes tensors by tensor, not {type(grad).__name__} by {type(leaf).__name__}"
+                )
             if grad.shape != leaf.shape:
                 raise TensorTypeError(
                     f"the gradient of {self._name_of(leaf)} has shape {list(grad.shape)}, not {list(leaf.shape)}"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,8 @@ def test_an_error_of_the_runtime_at_its_start_is_in_the_report(tmp_path: Path) -
     file.write_text("")
     report = verify(Model(), IDS, cross, RuntimeConfig(boundary_tier="disk", disk_dir=file / "below"))
     assert found(report) == {("error", "StoreError")}
+    # Nothing was compared, and nothing says so.
+    assert "all the same" not in str(report) and "step peak" not in str(report)
 
 
 def test_zeros_of_two_signs_differ() -> None:
@@ -352,6 +355,24 @@ def drifts():
 def three():
     return 3
 
+def two():
+    return 1, 2
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.rest = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x):
+        return self.rest[1](torch.tanh(self.rest[0](self.b(torch.tanh(self.a(x))))))
+
+def own():
+    return Own(), torch.randn(5, WIDTH), lambda y: y.square().mean()
+
+def plain():
+    return nn.Linear(WIDTH, 1), torch.randn(5, WIDTH), torch.sum
+
 def raises():
     raise ArithmeticError("no model today")
 """
@@ -376,6 +397,11 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda s: ["nowhere.py:make"], 2, "nowhere.py: no such file"),
         (lambda s: [f"{s}:missing"], 2, "has no function 'missing'"),
         (lambda s: [f"{s}:three"], 2, "returned int; it has to return"),
+        (lambda s: [f"{s}:two"], 2, "returned a tuple of 2; it has to return"),
+        (lambda s: [f"{s}:own", "--blocks", "a", "b"], 0, "blocks rebuilt       2 of 2"),
+        (lambda s: [f"{s}:own", "--driver", "chain"], 0, "ok: bitwise, autograd driver"),
+        (lambda s: [f"{s}:plain"], 2, "Linear has no repeated layers"),
+        (lambda s: [f"{s}:plain"], 2, "say which modules are the blocks, --blocks"),
         (lambda s: [f"{s}:raises"], 2, "the script raised ArithmeticError: no model today"),
         (lambda s: [f"{s}:make", "--scheduler", "fifo"], 2, "scheduler='fifo'"),
     ],
@@ -386,3 +412,17 @@ def test_the_command_line(script: Path, make: Callable[[Path], list[str]], code:
     )
     assert done.returncode == code, done.stderr
     assert text in (done.stderr if code == 2 else done.stdout)
+
+
+def test_the_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "eae_runtime", "--version"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == f"eae-runtime {metadata.version('eae-runtime')}"
+
+
+def test_lazy_modules_have_to_be_run_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))
+    for driver in ("chain", "autograd"):
+        with pytest.raises(ConfigError, match="run it once"):
+            verify(model, torch.ones(2, 3), torch.sum, driver=driver)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from eae_runtime import EAERuntime, RuntimeConfig
 from eae_runtime._graph_sweep import call_model
-from eae_runtime.errors import ConfigError, EAEError, PassError, PlanError
+from eae_runtime.errors import ConfigError, EAEError, PassError, PlanError, TensorTypeError
 from eae_runtime.passes import ClipPass, EAEPass
 from eae_runtime.schedulers import ReverseContext, SequentialScheduler
 from models import Fn
@@ -644,3 +644,25 @@ def test_nothing_is_loaded_from_another_state() -> None:
         runtime.state_dict()
     with EAERuntime(Fn(lambda x: x)) as other, pytest.raises(ConfigError, match="blocks"):
         other.load_state_dict(state)
+
+
+def test_what_apply_gradients_takes() -> None:
+    with EAERuntime(chain()) as runtime:
+        x, y = batch(0)
+        found = runtime.compute_gradients(x, lambda out: F.cross_entropy(out, y))
+        for given, text in (
+            (found, "not tuple; backward\\(\\) and compute_gradients\\(\\) return \\(loss, gradients\\)"),
+            ({"weight": torch.ones(1)}, "not Tensor by str"),
+            ({runtime.blocks[0].weight: 1.0}, "not float by Parameter"),
+            ({runtime.blocks[0].weight: torch.ones(1)}, "has shape \\[1\\]"),
+        ):
+            with pytest.raises(TensorTypeError, match=text):
+                runtime.apply_gradients(given)
+        assert all(p.grad is None for p in runtime.parameters())
+        runtime.apply_gradients(found[1])
+
+
+def test_what_needs_a_chain() -> None:
+    for settings in ({"scheduler": "distributed"}, {"random_streams": True}):
+        with pytest.raises(PlanError, match=r"needs a chain of blocks .* Between keeps its own forward"):
+            EAERuntime(Between(), config=RuntimeConfig(**settings))
