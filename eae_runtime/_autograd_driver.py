@@ -24,23 +24,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import _tree
 from ._ambient import Autocast, Generators
 from ._autograd_node import Node, Run
+from ._bits import overlapping
 from ._block_finder import find_blocks
 from ._checks import level
 from ._hooks import homes_of, restricted
 from ._records import Environment, Facts, Record, RestartStep
 from ._structure import refuse_scripted
-from ._uses import edges_to
 from ._waiting import Waiting
 from .blockcall import BlockCall
 from .boundary_store import BoundaryStore
 from .config import RuntimeConfig
-from .errors import BlockError, ConfigError
+from .errors import BlockError, ConfigError, TensorTypeError
 from .pipeline import AdjointPipeline
 
 __all__ = ["Driver", "attach", "detach", "driver_of", "unwrap", "wrap"]
-
-# Whole forwards that show who uses what the blocks take, at first and from time to time.
-_LEARNING, _LEARN_AGAIN = 2, 64
 
 _WRITES = "it writes its input in place"
 
@@ -75,8 +72,6 @@ class Driver:
         self.tell: Callable[[BlockCall, Sequence[torch.Tensor | None]], None] | None = None
         # The blocks that read a leaf.
         self._readers = WeakTensorKeyDictionary()
-        # Whether an input of a block, by the numbers of both, is used outside of the block too.
-        self._elsewhere: dict[tuple[int, int], bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "names": self.names, "lasts": self.lasts, "forwards": self.forwards}
@@ -127,25 +122,6 @@ class Driver:
         """Whether several blocks were seen to read the leaf."""
         return len(self._readers.get(leaf, ())) > 1
 
-    def is_used_elsewhere(self, index: int, number: int) -> bool:
-        """Whether an input of a block is used outside of the block too. Until a whole forward has shown it, it may
-        be."""
-        return not self.local.inside or self._elsewhere.get((index, number), True)
-
-    def learn_consumers(self, output: Any) -> None:
-        """After a whole forward: looks for other users of what the blocks have taken."""
-        taken, self.local.taken = self.local.taken, None
-        if not taken:
-            return
-        given = [t for t in _tree.flatten(output)[0] if t.requires_grad]
-        handed_out = {id(t) for t in given}
-        found: dict[tuple[int, int], bool] = {}
-        edges = edges_to(given, [tensor for _, _, tensor, _ in taken])
-        for (index, number, tensor, slots), leading in zip(taken, edges, strict=True):
-            elsewhere = id(tensor) in handed_out or len(leading) > slots
-            found[index, number] = found.get((index, number), False) or elsewhere
-        self._elsewhere.update(found)
-
     def use(
         self,
         pipeline: AdjointPipeline,
@@ -174,11 +150,9 @@ class Driver:
 
 
 class _Local(threading.local):
-    """Whether the thread is in a forward of the whole model; in some of them, what blocks have taken so far: block,
-    number of the input, tensor, how often the node took it."""
+    """Whether the thread is in a forward of the whole model."""
 
     inside = False
-    taken: list[tuple[int, int, torch.Tensor, int]] | None = None
 
 
 class _Replaced:
@@ -233,15 +207,12 @@ class Root(_Replaced):
         if not torch.is_grad_enabled() or local.inside or self.driver.ended or torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
         driver = self.driver
-        learns = driver.forwards < _LEARNING or driver.forwards % _LEARN_AGAIN == 0
         driver.forwards += 1
-        local.inside, local.taken = True, [] if learns else None
+        local.inside = True
         try:
-            output = self.inner(*args, **kwargs)
-            driver.learn_consumers(output)
-            return output
+            return self.inner(*args, **kwargs)
         finally:
-            local.inside, local.taken = False, None
+            local.inside = False
 
 
 class Door(_Replaced):
@@ -290,7 +261,10 @@ class Door(_Replaced):
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
             tensors, shape = [args[0]], _tree.SINGLE
         else:
-            tensors, shape = _tree.flatten((args, kwargs))
+            try:
+                tensors, shape = _tree.flatten((args, kwargs))
+            except TensorTypeError as error:
+                return self._keep(str(error), args, kwargs)
         needs = tuple([t.requires_grad for t in tensors])
         call = self.call
         call.refresh()
@@ -304,6 +278,8 @@ class Door(_Replaced):
         env.check = lambda _: driver.level(call)
         facts = call.facts_for(tensors, shape, needs, env.autocast)
         reason = self._kept.get(facts)
+        if reason is None and shape.spec is not None and not facts.seen and _tree.holds_iterator(shape):
+            reason = self._kept[facts] = "it takes an iterator, which can be used up once"
         if reason is None:
             ran = self._run([t.detach() for t in tensors], shape, needs, env, facts)
             if ran is not None:
@@ -331,6 +307,11 @@ class Door(_Replaced):
             # A loss may come through it: an auxiliary loss in an attribute.
             return "a tensor of its graph is held outside of it; detach() it if it is only looked at"
         given = {t.untyped_storage().data_ptr() for t in tensors}
+        if facts.hooked:
+            return "it puts a hook on its input"
+        if any(out_needs) and overlapping(outputs):
+            # What is written to one of them is written to the other.
+            return "two of its outputs share memory"
         made = [t.untyped_storage().data_ptr() for t, need in zip(outputs, out_needs, strict=True) if need]
         if made and all(pointer in given for pointer in made):
             # There is nothing to save, and what is written to the output later is written to the boundary.
@@ -388,9 +369,6 @@ class Door(_Replaced):
                 self._noted = record.facts.leaves
                 driver.note_readers(self.index, self._noted)
             run = Run(self, record, tensors, needs, outputs, out_needs)
-            if driver.local.taken is not None:
-                pairs = enumerate(zip(tensors, needs, strict=True))
-                driver.local.taken += [(self.index, n, t, run.slots.count(n)) for n, (t, need) in pairs if need]
             waiting = driver.waiting
             with nullcontext() if waiting is None else waiting.saving(tensors, needs):
                 made = Node.apply(run, *[run.below[number] for number in run.slots])
@@ -429,9 +407,9 @@ def wrap(model: nn.Module, config: RuntimeConfig | None = None, blocks: Iterable
     those of the longest nn.ModuleList of one class.
 
     A block keeps its graph as in plain PyTorch where only that will do: it writes to its input in place, reads a tensor
-    that has a graph and is no input of it, has a tensor of its graph held outside of it, returns views of its inputs,
-    or has lazy parameters (`verify` names such blocks). `unwrap` undoes this. Copies and pickles of the model are
-    wrapped alike.
+    that has a graph and is no input of it, has a tensor of its graph held outside of it, returns views of its inputs or
+    two tensors that share memory, hooks its input, takes an iterator, or has lazy parameters (`verify` names such
+    blocks). `unwrap` undoes this. Copies and pickles of the model are wrapped alike.
 
     Raises ConfigError when no blocks are found, a name is wrong, or the model is wrapped already, BlockError for a
     block that is a torch.jit.ScriptModule. Later, the backward raises BlockError for `create_graph=True`, and

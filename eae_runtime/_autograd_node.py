@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Node", "Run"]
 
 
-# A leaf that a block uses more often than this (the cell of an unrolled loop) is taken once.
+# A tensor that a block uses more often than this (the cell of an unrolled loop) is taken once.
 _MOST_USES = 16
 
 # The same where no other block reads the leaf: it could still be read by the next forward before the backward.
@@ -45,7 +45,8 @@ class Run:
     ) -> None:
         self.door = door
         self.record = record
-        self.tensors = tensors
+        # An inference tensor cannot be saved; a copy can.
+        self.tensors = tensors = [t.clone() if t.is_inference() else t for t in tensors]
         self.needs = needs
         self.leaves = record.facts.leaves
         self.outputs = [t for t, need in zip(outputs, out_needs, strict=True) if need]
@@ -64,8 +65,7 @@ class Run:
             most = _MOST_USES if driver.is_shared(self.leaves[number - inputs]) else _MOST_OWN_USES
             return uses if uses <= most else 1
         # Passes see the sum of a block's uses.
-        whole = len(driver.pipeline) > 0 or not driver.is_used_elsewhere(self.door.index, number)
-        return 1 if whole or not self.needs[number] else uses
+        return 1 if len(driver.pipeline) > 0 or not self.needs[number] or uses > _MOST_USES else uses
 
 
 class Node(torch.autograd.Function):
@@ -76,7 +76,8 @@ class Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.door, ctx.record, ctx.leaves, ctx.slots = run.door, run.record, run.leaves, run.slots
         ctx.save_for_backward(*run.tensors)
-        ctx.versions = _versions(run.door.call, run.leaves)
+        call = run.door.call
+        ctx.versions = [(t, t._version) for t in (*call.parameters, *run.leaves, *call.constant_buffers())]
         ctx.standing = run.record.facts.structure.tensors()
         # Not the tensors that autograd knows: it would take an output for a view of an input.
         return tuple([t.detach() for t in run.outputs])
@@ -98,7 +99,7 @@ class Node(torch.autograd.Function):
             raise RebuildMismatchError(
                 f"{call.where()}: its submodules were changed between forward and backward; call backward() first"
             )
-        with structure.standing(ctx.standing):
+        with structure.standing(ctx.standing), structure.needing():
             return None, *_reverse(ctx.door, ctx.record, ctx.leaves, tensors, list(grads), ctx.slots)
 
 
@@ -118,7 +119,11 @@ def _reverse(
         grads = _passed(driver, call, call.index + 1, grads)
     try:
         with torch.enable_grad():
-            rebuilt = call.rebuild(record, [t.detach() for t in tensors], env, (call.index, "R", 0))
+            try:
+                rebuilt = call.rebuild(record, [t.detach() for t in tensors], env, (call.index, "R", 0))
+            finally:
+                # Where plain's generators stand, for what draws in a backward (a hook that adds noise).
+                env.generators.write(resume)
             known = {id(leaf) for leaf in leaves}
             if any(id(leaf) not in known for leaf in call.learn_leaves(record, rebuilt)):
                 raise RestartStep(call.where() + " reads a leaf that it did not read before")
@@ -137,8 +142,6 @@ def _reverse(
                 sums = iter(capture(roots, cotangents, wanted))
     except RestartStep as restart:
         raise Remembered(f"{restart}; it is remembered now: run forward and backward again") from None
-    finally:
-        env.generators.write(resume)
     totals = [None if t is None else next(sums) for t in below]
     totals[:inputs] = _passed(driver, call, call.index, totals[:inputs])
     if driver.tell is not None:
@@ -186,15 +189,12 @@ def _passed(driver: Driver, call: BlockCall, layer: int, grads: list[torch.Tenso
     return result
 
 
-def _versions(call: BlockCall, leaves: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    return [(t, t._version) for t in call.structure.parameters] + [(t, t._version) for t in leaves]
-
-
 def _check_versions(call: BlockCall, versions: list[tuple[torch.Tensor, int]]) -> None:
     for tensor, version in versions:
         if tensor._version != version:
-            names = [name for name, p in call.module.named_parameters() if p is tensor]
-            what = f"parameter {names[0]!r}" if names else f"a leaf of shape {list(tensor.shape)}"
+            what = f"a leaf of shape {list(tensor.shape)}"
+            for kind, named in (("parameter", call.module.named_parameters()), ("buffer", call.module.named_buffers())):
+                what = next((f"{kind} {name!r}" for name, t in named if t is tensor), what)
             raise RebuildMismatchError(
                 f"{call.where()}: {what} was changed in place between forward and backward; call backward() before "
                 "optimizer.step()"

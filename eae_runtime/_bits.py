@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["different_places", "exact_copy", "same_bits", "same_random"]
+__all__ = ["different_places", "exact_copy", "overlapping", "same_bits", "same_random"]
 
 
 def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -23,6 +25,18 @@ def exact_copy(tensor: torch.Tensor) -> torch.Tensor:
     copy = memory.as_strided(shape, strides, shift)
     copy.copy_(tensor.detach())
     return copy
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the memory of two of the tensors, each from its first to its last element, overlaps."""
+    if len(tensors) < 2:
+        return False
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + t.element_size() * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride()))))
+        for t in tensors
+        if t.numel()
+    )
+    return any(end > start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

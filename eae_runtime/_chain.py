@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from ._ambient import Autocast, Generators
 from ._sharing import SharedLeaves
-from ._structure import Structure
+from ._structure import Attributes, Structure
 from .blockcall import BlockCall
 from .boundary_store import BoundaryStore
 from .errors import BlockError
@@ -53,6 +53,7 @@ class Chain:
     version: int = 0
     # Readers of leaves that blocks of several ranks share: (block, leaf), for blocks of this rank and of others.
     _elsewhere: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    _attributes: Attributes = field(init=False)
 
     def __post_init__(self) -> None:
         self._modules = nn.ModuleList([call.module for call in self.calls])
@@ -70,6 +71,10 @@ class Chain:
                 call.refresh()
             self.version += 1
             self._look()
+        elif not self._attributes.same():
+            for call in self.calls:
+                call.refresh()
+            self._attributes = Attributes(self.structure.modules)
         if self.structure.lazy:
             raise BlockError(
                 "the model has parameters without a shape (lazy modules); run it once under torch.no_grad() before the "
@@ -78,6 +83,7 @@ class Chain:
 
     def _look(self) -> None:
         self.structure = Structure(self._modules)
+        self._attributes = Attributes(self.structure.modules)
         owners: dict[int, set[int]] = {}
         unique: dict[int, nn.Parameter] = {}
         for call in self.calls:

@@ -125,6 +125,7 @@ class Facts:
         "changing",
         "differentiable",
         "draws",
+        "hooked",
         "leaks",
         "learned",
         "leaves",
@@ -162,6 +163,8 @@ class Facts:
         self.uses: list[int] = []
         # Whether somebody outside has kept a tensor of the block's graph.
         self.leaks = False
+        # Whether the block puts a hook on an input.
+        self.hooked = False
         # Whether the block's graph goes on into one that was there before the block ran.
         self.outer = False
         # Which outputs require grad, and whether any does.

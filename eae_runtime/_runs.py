@@ -32,7 +32,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import _tree
-from ._bits import exact_copy
+from ._bits import exact_copy, overlapping
 from ._leaves import graph_leaves, has_older, next_number
 from ._records import Facts, Rebuilt, Record, RestartStep
 from ._structure import Structure
@@ -155,6 +155,8 @@ class BlockRuns:
         value = _tree.unflatten(arguments, shape)
         if not watch:
             return self._invoke(value)
+        if _tree.holds_iterator(shape):
+            raise BlockError(f"{self.where()} is given an iterator, which can be used up once; give it a list")
         before = _tree.plain_state(value)
         result = self._invoke(value)
         if _tree.plain_state(value) != before:
@@ -246,6 +248,7 @@ class BlockRuns:
                 raise
             self._raise_late_write(error, facts, len(tensors))
         self._note_input_writes(tensors, arguments, versions, facts)
+        facts.hooked = facts.hooked or (learn and any(t._backward_hooks for t in arguments))
         return rebuilt, value
 
     def _raise_late_write(self, error: RuntimeError, facts: Facts, count: int) -> NoReturn:
@@ -259,7 +262,16 @@ class BlockRuns:
         self, tensors: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor], versions: Sequence[int], facts: Facts
     ) -> None:
         for number, (argument, version) in enumerate(zip(arguments, versions, strict=True)):
-            if argument._version != version and number not in facts.writes:
+            if argument._version == version:
+                continue
+            if overlapping(tensors) and any(
+                overlapping([tensors[number], t]) for n, t in enumerate(tensors) if n != number
+            ):
+                raise BlockError(
+                    f"{self.where()} writes to an input that shares memory with another of its inputs; give it copies "
+                    "(.clone())"
+                )
+            if number not in facts.writes:
                 facts.writes.add(number)
                 if argument is tensors[number]:
                     raise RestartStep(self.where() + " starts to write its input")

@@ -31,7 +31,10 @@ def stream_seed(seed: int, step: int, microbatch: int, block: int) -> int:
 
 
 class StreamedSweep(Sweep):
-    """A sweep whose blocks draw from streams of their own. `stream` is (seed, step)."""
+    """A sweep whose blocks draw from streams of their own. `stream` is (seed, step). What draws in a block's backward
+    goes on in the stream of its rebuild."""
+
+    own_streams = True
 
     def __init__(self, chain: Chain, inputs: Sequence[Any], *, stream: tuple[int, int], **options: Any) -> None:
         super().__init__(chain, inputs, **options)

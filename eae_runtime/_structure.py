@@ -133,9 +133,61 @@ class Structure:
             for (home, name), tensor in zip(places, now, strict=True):
                 home[name] = tensor
 
+    @contextmanager
+    def needing(self) -> Iterator[None]:
+        """Has the parameters require grad as they did when this was made; afterwards they are as before. Training code
+        freezes and unfreezes between forward and backward (the discriminator in a generator's step)."""
+        now = [*map(_requires_grad, self._own)]
+        if now == self._needs:
+            yield
+            return
+        try:
+            for parameter, need in zip(self._own, self._needs, strict=True):
+                parameter.requires_grad_(need)
+            yield
+        finally:
+            for parameter, need in zip(self._own, now, strict=True):
+                parameter.requires_grad_(need)
+
     def training_is(self, flags: list[bool]) -> bool:
         """Whether the modules' training flags are `flags`."""
         return [*map(_training, self.modules)] == flags
+
+
+class Attributes:
+    """What stands in the plain attributes of some modules, by identity.
+
+    Note [What may change a block's ways]
+        A plain attribute (a flag, a temperature, a list of adapters) can change what a forward does: which leaves it
+        reads, whether it draws, what it returns. What is known of a block holds while its attributes are the same
+        objects; those that its own forward replaces are its state and do not count.
+    """
+
+    __slots__ = ("_homes", "_keys", "_values")
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._homes: list[dict[str, Any]] = [m.__dict__ for m in modules]
+        self._keys = [(id(home), name) for home in self._homes for name in home]
+        self._values = self._now()
+
+    def _now(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._homes))]
+
+    def same(self) -> bool:
+        """Whether all of them still are."""
+        now = self._now()
+        return len(now) == len(self._values) and all(map(is_, now, self._values))
+
+    def changed(self) -> set[tuple[int, str]]:
+        """Those that are not, as (id of the module's dictionary, name), without what nn.Module keeps for itself."""
+        then = dict(zip(self._keys, self._values, strict=True))
+        now = {(id(home), name): value for home in self._homes for name, value in home.items()}
+        missing = object()
+        return {
+            key
+            for key in then.keys() | now.keys()
+            if key[1] not in MACHINERY and then.get(key, missing) is not now.get(key, missing)
+        }
 
 
 def refuse_scripted(module: nn.Module, name: str = "") -> None:

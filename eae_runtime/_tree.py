@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Shape", "flatten", "paths", "plain_state", "unflatten"]
+from .errors import TensorTypeError
+
+__all__ = ["Shape", "flatten", "holds_iterator", "paths", "plain_state", "unflatten"]
 
 # Objects whose attributes are nobody's business here.
 _CLOSED = (
@@ -56,7 +58,7 @@ class Shape:
         self.slots = slots
 
     def kind(self) -> tuple[Any, ...]:
-        """Hashable; equal for shapes with the same flags and the same types of other plain objects."""
+        """Hashable; equal for shapes with the same flags, numbers and strings and the same types of other objects."""
         return tuple(
             [
                 slot if isinstance(slot, int) else slot.shape.kind() if isinstance(slot, Part) else slot.kind()
@@ -84,9 +86,9 @@ class Const:
         self.value = value
 
     def kind(self) -> Any:
-        """A flag itself, the type of anything else."""
+        """A flag, number or string itself (it may decide what a block does), the type of anything else."""
         value = self.value
-        return value if value is None or isinstance(value, (bool, str)) else type(value)
+        return (type(value), value) if isinstance(value, (bool, str, int, float, complex)) else type(value)
 
 
 class Part:
@@ -130,10 +132,25 @@ def _take_apart(value: Any, tensors: list[torch.Tensor], numbers: dict[int, int]
                 tensors.append(leaf)
             slots.append(number)
         elif _holds_tensors(leaf):
+            if isinstance(leaf, (dict, list, tuple, set, frozenset)):
+                raise TensorTypeError(
+                    f"a {type(leaf).__name__} that holds tensors cannot be taken apart; register the class with "
+                    "torch.utils._pytree.register_pytree_node, or use a plain dict, list or tuple"
+                )
             slots.append(Part(type(leaf), _take_apart(_attributes(leaf), tensors, numbers)))
         else:
             slots.append(Const(leaf))
     return Shape(spec, tuple(slots))
+
+
+def holds_iterator(shape: Shape) -> bool:
+    """Whether an iterator stands in the value: running the block twice would find it used up."""
+    for slot in shape.slots:
+        if isinstance(slot, Const) and isinstance(slot.value, Iterator):
+            return True
+        if isinstance(slot, Part) and holds_iterator(slot.shape):
+            return True
+    return False
 
 
 def unflatten(tensors: Sequence[torch.Tensor], shape: Shape) -> Any:

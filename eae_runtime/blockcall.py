@@ -21,7 +21,7 @@ from ._pins import running as _running
 from ._records import WATCHED, Environment, Facts, Rebuilt, Record, RestartStep
 from ._runs import BlockRuns
 from ._state import Watch, is_plain, same_value, swapped
-from ._structure import Structure
+from ._structure import Attributes, Structure
 from .errors import RebuildMismatchError
 
 __all__ = ["BlockCall"]
@@ -53,6 +53,7 @@ class BlockCall(BlockRuns):
         )
         self._last: tuple[Any, Any, Any, tuple[bool, ...], Autocast, Facts] | None = None
         self._hook_homes = self._find_hooks()
+        self._attributes = Attributes(self.structure.modules)
         self.label = "reconstruct:" + name
         # Runs that kept no graph, rebuilds, and those of them that were compared with their forward.
         self.forwards = 0
@@ -72,11 +73,29 @@ class BlockCall(BlockRuns):
         """Looks at the module anew if it is not what it was."""
         if not self.structure.holds():
             self.structure = Structure(self.module)
+            self._attributes = Attributes(self.structure.modules)
             self._hook_homes = self._find_hooks()
             self._last = None
             # What was learnt with parameters that have gone would keep them alive.
             for key in [k for k, f in self._facts.items() if not f.structure.same_parameters(self.structure)]:
                 del self._facts[key]
+        elif not self._attributes.same():
+            # Those that the block's own forward changes are state.
+            own = {key for facts in self._facts.values() for key in facts.changing}
+            if self._attributes.changed() - own:
+                self._facts.clear()
+                self._last = None
+            self._attributes = Attributes(self.structure.modules)
+
+    def constant_buffers(self) -> list[torch.Tensor]:
+        """The buffers that no forward of the block was seen to write."""
+        written = {key for facts in self._facts.values() for key in facts.written_buffers or ()}
+        return [
+            buffer
+            for home in self.structure.buffers
+            for name, buffer in home.items()
+            if buffer is not None and (id(home), name) not in written
+        ]
 
     def _find_hooks(self) -> list[dict[int, Any]]:
         """The dictionaries of forward hooks within the block that have hooks in them."""
@@ -164,6 +183,10 @@ class BlockCall(BlockRuns):
             record.note_sources()
         if record.random is not None:
             record.random = env.after(facts, record.random)
+        if len(outputs) != len(facts.out_needs):
+            self._facts.clear()
+            self._last = None
+            raise RestartStep(self.where() + " returns another number of tensors than it did before")
         if not keep_graph:
             facts.seen += 1
             self.forwards += 1

@@ -39,6 +39,9 @@ class Sweep:
     After a failure, `undo()` puts buffers and generators back and drops every boundary.
     """
 
+    # Whether blocks draw from streams of their own.
+    own_streams = False
+
     def __init__(
         self,
         chain: Chain,
@@ -82,8 +85,8 @@ class Sweep:
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._shared: dict[int, SharedLeaves] = {}
         self._started: float = 0.0
-        # Where the generators stood before the rebuilds since the last forward or loss.
-        self._resume: Any = None
+        # Whether the last actions were reverse ones.
+        self._reversing = False
         self._ops: dict[str, Callable[[int, int], None]] = {
             "F": self._keep_graph,
             "C": self._forward,
@@ -153,10 +156,9 @@ class Sweep:
         self.where = None
 
     def finish(self) -> None:
-        """Sets the generators to where plain's would be: a rebuild leaves them in the middle of the forward."""
-        if self._resume is not None:
-            self.chain.generators.write(self._resume)
-            self._resume = None
+        """Ends a run of reverse actions: what draws in a backward has moved the generators since the last forward."""
+        if self._reversing:
+            self._reversing = False
             self._env.known = None
 
     def undo(self) -> None:
@@ -178,7 +180,7 @@ class Sweep:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def _advance(self, b: int, m: int, keep_graph: bool) -> tuple[list[torch.Tensor], Record, Rebuilt | None]:
-        if self._resume is not None:
+        if self._reversing:
             self.finish()
         tensors, shape, needs = self._now[m]
         call = self.chain.calls[b]
@@ -431,11 +433,17 @@ class Sweep:
         if not record.facts.differentiable:
             return
         call = self.chain.calls[b]
-        if self._resume is None:
+        if not self._reversing:
             self._env.verify()
-            self._resume = self.chain.generators.read()
+            self._reversing = True
             self._env.look()
-        rebuilt = call.rebuild(record, self._fetch(b, m), self._env, (b, "R", m))
+        # The generators then stand where plain's do, for what draws in a backward (a hook that adds noise).
+        random = self.chain.generators.read() if record.random is not None and not self.own_streams else None
+        try:
+            rebuilt = call.rebuild(record, self._fetch(b, m), self._env, (b, "R", m))
+        finally:
+            if random is not None:
+                self.chain.generators.write(random)
         # A gradient that goes into a dictionary is asked for by leaf: one that is not known would be lost.
         asked = self.collector.into is not None
         if asked or self.number < 2 or self.number % len(self.chain.calls) == b:

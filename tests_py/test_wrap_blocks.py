@@ -243,17 +243,6 @@ def test_code_around_the_blocks_uses_what_they_take() -> None:
     same_grads(ours, plain)
 
 
-def test_a_tensor_is_taken_once_where_its_block_alone_uses_it() -> None:
-    _, ours = pair(lambda: Row(*[Uses(6) for _ in range(3)]), blocks=["blocks.*"])
-    counts = []
-    for _ in range(3):
-        node = ours(torch.randn(4, 6, requires_grad=True)).grad_fn
-        counts.append(
-            sum(following is not None and "Node" in type(following).__name__ for following, _ in node.next_functions)
-        )
-    assert counts == [3, 1, 1]
-
-
 def test_the_same_module_twice() -> None:
     class Again(Model):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
